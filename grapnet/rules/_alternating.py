@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._least_squares import Sweep
+from ._least_squares import Sweep, damping_of
 
 # The penalty of the first round, and by what it grows while the choice changes or has settled.
 FIRST_PENALTY = 0.1
@@ -32,6 +32,7 @@ def alternate(
     pattern: tuple[int, int] | None = None,
     absent: Tensor | None = None,
     frozen: Tensor | None = None,
+    bias: bool = True,
     damping: float = 0.01,
     rounds: int = 100,
 ) -> Sweep:
@@ -45,13 +46,13 @@ def alternate(
 
     Args:
         weights: [children, columns].
-        gram: the Gram matrix, the bias in the last row and column, in the dtype to compute in.
+        gram: the Gram matrix, in the dtype to compute in.
         count: how many cells leave, or how many of each child, int64 [children]; or
         pattern: (n, m): keep n of m consecutive columns. Absent cells count as left.
         absent: cells that do not exist, bool [children, columns].
         frozen: cells whose value stays as it is, bool [children, columns]; they are never chosen.
+        bias: the last column is the bias: it is never chosen, and not damped.
         damping: added to the diagonal, as a share of its mean; it holds weights where they are.
-            The bias is not damped.
         rounds: the number of rounds.
 
     Raises:
@@ -68,14 +69,14 @@ def alternate(
     absent = nothing if absent is None else absent.to(gram.device)
     frozen = nothing if frozen is None else frozen.to(gram.device) & ~absent
     start = weights.to(gram).masked_fill(absent, 0)
-    width = len(gram) - 1
+    width = len(gram) - bias
     choice = _Choice(absent[:, :width], frozen[:, :width], count, pattern)
     moments = gram[:width, :width]
-    if not bool((absent | frozen)[:, width].any()):
+    if bias and not bool((absent | frozen)[:, width].any()):
         moments = _deviations(gram)
     kept = ~absent
     kept[:, :width] = _settled_choice(start[:, :width], moments, choice, damping, rounds)
-    return Sweep(kept, _solved(start, gram, kept, frozen, damping))
+    return Sweep(kept, solved(start, gram, kept, frozen, bias=bias, damping=damping))
 
 
 def _deviations(gram: Tensor) -> Tensor:
@@ -170,14 +171,23 @@ def _settled_choice(
     return kept
 
 
-def _solved(start: Tensor, gram: Tensor, kept: Tensor, frozen: Tensor, damping: float) -> Tensor:
+def solved(
+    start: Tensor, gram: Tensor, kept: Tensor, frozen: Tensor, *, bias: bool, damping: float
+) -> Tensor:
     """Returns the least squares weights of every child over the cells that it keeps.
 
     All children are solved together by conjugate gradients, preconditioned by the diagonal: one
     product with the Gram matrix a step, where factorising would take one matrix a child.
+
+    Args:
+        start: the weights whose products with the rows are to be kept, [children, columns].
+        gram: the Gram matrix, in the dtype to compute in.
+        kept: the cells that stay, bool [children, columns].
+        frozen: those of them that keep their values.
+        bias: the last column is the bias, which is not damped.
+        damping: added to the diagonal, as a share of its mean; it holds weights where they are.
     """
-    penalty = torch.zeros_like(gram.diagonal())
-    penalty[:-1] = damping * gram.diagonal()[:-1].mean()
+    penalty = damping_of(gram, damping, bias)
     free = kept & ~frozen & (gram.diagonal() > 0)
     found = start.masked_fill(~kept, 0)
     # What the children miss, seen by the cells that can make up for it.

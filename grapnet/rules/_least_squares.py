@@ -29,6 +29,7 @@ def repaired(
     *,
     absent: Tensor | None = None,
     frozen: Tensor | None = None,
+    bias: bool = True,
 ) -> Tensor:
     """Returns the weights that keep what children receive, in least squares, when cells leave.
 
@@ -45,6 +46,7 @@ def repaired(
             weights where they are; the bias is not damped.
         absent: cells that do not exist, bool [children, columns].
         frozen: cells whose value stays as it is, bool [children, columns].
+        bias: the last column is the bias.
 
     Returns:
         [children, columns] in float64, 0 where cells leave or are absent.
@@ -64,7 +66,7 @@ def repaired(
     free &= gram.diagonal() > 0
     free &= (leaving & (weights != 0)).any(1, keepdim=True)
     found = weights.masked_fill(gone, 0)
-    penalty = _penalty(gram, damping)
+    penalty = damping_of(gram, damping, bias)
     for children, columns in _alike(free):
         system = gram[columns][:, columns]
         system.diagonal().add_(penalty[columns])
@@ -417,11 +419,12 @@ def _checked(weights: Tensor, gram: Tensor, leaving: Tensor) -> tuple[Tensor, Te
     return weights.to(gram), gram, leaving.to(gram.device).expand(weights.shape)
 
 
-def _penalty(gram: Tensor, damping: float) -> Tensor:
-    """Returns what damping adds to the diagonal, nothing to the bias."""
+def damping_of(gram: Tensor, damping: float, bias: bool = True) -> Tensor:
+    """Returns what damping adds to the diagonal: a share of its mean, and nothing to the bias."""
     found = torch.zeros_like(gram.diagonal())
-    if len(found) > 1:
-        found[:-1] = damping * gram.diagonal()[:-1].mean()
+    width = len(gram) - bias
+    if width > 0:
+        found[:width] = damping * gram.diagonal()[:width].mean()
     return found
 
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
@@ -16,7 +15,7 @@ from grapnet.core._index_map import flatnonzero
 from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 
-from ._alternating import alternate
+from ._alternating import alternate, solved
 from ._budget import positions_in, weakest_places
 from ._cells import linear_of
 from ._criteria import WINDOW, Assignment, Choice, Evidence, by_transition, free_of, seen
@@ -212,12 +211,15 @@ class OBS(Surgeon):
         block: how many columns are chosen at a time.
         spread: how the relations of a transition that leave are shared out over the blocks:
             "matrix" by their costs before the sweep, "block" in equal shares.
+        solve: solve for the weights of the relations that stay once all are chosen. The sweep
+            itself never returns to a column, so that those before a relation do not make up for it.
         published: compute as the published implementation does: in the precision of the weights,
             without bias, with `spread="block"`.
     """
 
     block: int = 128
     spread: Literal["matrix", "block"] = "matrix"
+    solve: bool = False
     published: bool = False
 
     def _table(
@@ -235,18 +237,23 @@ class OBS(Surgeon):
         if self.published and isinstance(options.get("count"), int):
             room = int(table.is_candidate.sum())
             options = {"share": options["count"] / max(1, room)}
-        return obs_sweep(
+        frozen = table.with_own_bias(frozen)
+        shared: dict[str, Any] = {"bias": table.has_bias, "damping": self.damping}
+        found = obs_sweep(
             table.weights,
             table.gram,
             absent=table.absent,
-            frozen=table.with_own_bias(frozen),
-            bias=table.has_bias,
+            frozen=frozen,
             block=self.block,
-            damping=self.damping,
             spread="block" if self.published else self.spread,
             published=self.published,
+            **shared,
             **options,
         )
+        if self.solve:
+            weights = solved(table.weights, table.gram, found.kept, frozen, **shared)
+            found = found._replace(weights=weights)
+        return found
 
 
 @dataclass(frozen=True)
@@ -269,34 +276,18 @@ class Alternating(Surgeon):
     rounds: int = 100
 
     def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
-        weights = table.weights
-        gram = table.gram
-        absent = table.absent
-        frozen = table.with_own_bias(frozen)
-        columns = weights.shape[1]
+        shared: dict[str, Any] = {
+            "absent": table.absent,
+            "frozen": table.with_own_bias(frozen),
+            "bias": table.has_bias,
+            "damping": self.damping,
+        }
         leaving = options.pop("leaving", None)
-        if not table.has_bias:
-            # An absent bias, which the solvers expect in the last column.
-            weights = pad(weights, (0, 1))
-            gram = pad(gram, (0, 1, 0, 1))
-            gram[-1, -1] = 1
-            absent = pad(absent, (0, 1), value=True)
-            frozen = pad(frozen, (0, 1))
-        if leaving is not None:
-            leaving = pad(leaving, (0, weights.shape[1] - columns))
-            solved = repaired(weights, gram, leaving, self.damping, absent=absent, frozen=frozen)
-            found = Sweep(~(leaving | absent), solved)
-        else:
-            found = alternate(
-                weights,
-                gram,
-                absent=absent,
-                frozen=frozen,
-                damping=self.damping,
-                rounds=self.rounds,
-                **options,
-            )
-        return Sweep(found.kept[:, :columns], found.weights[:, :columns])
+        if leaving is None:
+            options["rounds"] = self.rounds
+            return alternate(table.weights, table.gram, **shared, **options)
+        weights = repaired(table.weights, table.gram, leaving, **shared)
+        return Sweep(~(leaving | table.absent), weights)
 
 
 @dataclass(frozen=True, eq=False)

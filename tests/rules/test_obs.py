@@ -128,6 +128,36 @@ def test_the_cheapest_relations_leave_and_the_others_compensate(adopt: bool, sco
     torch.testing.assert_close(bias, expected[:, 12])
 
 
+@pytest.mark.parametrize("adopt", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_relations_that_stay_are_solved_for_if_asked(adopt: bool, bias: bool) -> None:
+    net, model, x = made(adopt)
+    with torch.no_grad():
+        h = torch.tanh(model[0](x))
+    gram = damped(h, bias=bias)
+    weights = model[2].weight.detach()
+    if bias:
+        weights = torch.cat([weights, model[2].bias[:, None]], 1).detach()
+    pruned(net, x, fraction=0.5, by=rules.OBS(bias=bias))
+    swept_there = matrix(net)[1]
+    net.undo()
+    pruned(net, x, fraction=0.5, by=rules.OBS(bias=bias, solve=True))
+    found, there, after = matrix(net)
+    assert torch.equal(there, swept_there)
+    for child in range(5):
+        stays = there[child]
+        if bias:
+            stays = torch.cat([stays, torch.ones(1, dtype=torch.bool)])
+        # W_S + W_R·G[R, S]·(G[S, S] + λI)⁻¹
+        change = weights[child, ~stays] @ gram[~stays][:, stays]
+        expected = weights[child, stays] + torch.linalg.solve(gram[stays][:, stays], change)
+        torch.testing.assert_close(found[child, there[child]], expected[: int(there[child].sum())])
+        if bias:
+            torch.testing.assert_close(after[child], expected[-1])
+    if not bias:
+        assert torch.equal(after, model[2].bias)
+
+
 @pytest.mark.parametrize("by", ["obs", "alternating"])
 @pytest.mark.parametrize("sizes", [[16, 24, 8], [16, 8, 24]])
 def test_children_of_several_transitions_lose_half_of_their_own_parents(
