@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -127,10 +127,18 @@ class Plans:
 
     def require(self) -> None:
         """Raises PlanError if a chosen backend cannot run its transition."""
+        for t, reasons in self._unfit().items():
+            name = self.chosen[t].name  # pyright: ignore[reportOptionalMemberAccess]
+            raise PlanError(f"{name} cannot run transition {t}: {'; '.join(reasons)}")
+
+    def _unfit(self) -> dict[int, list[str]]:
+        """Returns the transitions that their chosen backends cannot run, and why."""
+        found = {}
         for t, (backend, topology) in enumerate(zip(self.chosen, self.topologies, strict=True)):
             reasons = backend.refusals(topology, self.dtype) if backend else []
-            if backend and reasons:
-                raise PlanError(f"{backend.name} cannot run transition {t}: {'; '.join(reasons)}")
+            if reasons:
+                found[t] = reasons
+        return found
 
     def refused(self, t: int) -> dict[str, list[str]]:
         """Returns the backends that cannot run a transition, and why."""
@@ -279,7 +287,7 @@ class Plans:
         """
         topologies = commit.view.topologies
         coming = Plans(self.chosen, self.modules, commit.view, self.dtype, self.columns)
-        coming.require()
+        coming = coming._required(commit)
         for (t, backend), plan in self.made.items():
             if t not in commit.wirings:
                 coming.made[t, backend] = plan
@@ -306,7 +314,7 @@ class Plans:
         for store, (_, target) in zip(build.transitions, build.ends, strict=True):
             modules.append((store, build.layers[target]))
         coming = Plans(chosen, modules, commit.view, self.dtype, [{} for _ in modules])
-        coming.require()
+        coming = coming._required(commit)
         for t, origin in enumerate(origins):
             if origin is None or coming.topologies[t] is not self.topologies[origin]:
                 continue
@@ -317,6 +325,19 @@ class Plans:
                 coming.shapes[t] = self.shapes[origin]
         coming.make_lines(self)
         return coming
+
+    def _required(self, commit: Commit) -> "Plans":
+        """Returns the plans for a commit; raises PlanError if a chosen backend cannot run.
+
+        The end of a trial happens whatever was chosen inside it: there "auto" takes over.
+        """
+        if commit.kind != "end":
+            self.require()
+            return self
+        unfit = self._unfit()
+        chosen = [None if t in unfit else backend for t, backend in enumerate(self.chosen)]
+        columns = [{} if t in unfit else group for t, group in enumerate(self.columns)]
+        return replace(self, chosen=chosen, columns=columns)
 
     def make_lines(self, before: "Plans", *, used: bool = True) -> None:
         """Makes the lines that compiled code reads, which would be compiled again without them, and
@@ -718,7 +739,8 @@ class Execution:
         """Prepares the plans in use for the new relations; raises if a chosen backend refuses."""
         depth = commit.change.depth
         if depth is None:
-            return partial(self._install, self._chosen, self._unmet, self._plans.after(commit))
+            plans = self._plans.after(commit)
+            return partial(self._install, list(plans.chosen), self._unmet, plans)
         numbers = {id(store): t for t, store in enumerate(graph.transitions)}
         origins = [numbers.get(id(store)) for store in depth.after.transitions]
         chosen: list[Backend | None] = []
@@ -728,7 +750,7 @@ class Execution:
             if origin in self._unmet:
                 unmet[t] = self._unmet[origin]
         plans = self._plans.at_depth(commit, chosen, origins)
-        return partial(self._install, chosen, unmet, plans)
+        return partial(self._install, list(plans.chosen), unmet, plans)
 
     def _change(
         self,

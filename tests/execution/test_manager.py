@@ -211,6 +211,24 @@ def test_an_edit_that_the_chosen_backend_refuses_changes_nothing() -> None:
     require_reference(net, inputs(net, 4))
 
 
+def test_a_trial_ends_although_the_backend_chosen_in_it_cannot_run_what_returns() -> None:
+    net = gn.GrapNet([6, 8, 5], density=0.5)
+    x = inputs(net, 4)
+    expected = net(x)
+    with net.edit(trial=True) as edit:
+        edit.remove_nodes(net.layers[1][:2])
+        edit.commit()
+        net.execution.use("dense", 0, most_cells=36)
+        net.execution.use("dense", 1)
+        assert not torch.equal(net(x), expected)
+    assert net.execution.choices() == ["auto", "dense"]
+    assert net.sizes == [6, 8, 5]
+    assert torch.equal(net(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), expected)
+    require_reference(net, x)
+
+
 def grow(net: gn.GrapNet, trial: bool) -> None:
     with net.edit(trial=trial) as edit:
         edit.connect(net.layers[0], edit.add_nodes(1, 1))
