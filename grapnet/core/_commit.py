@@ -3,8 +3,8 @@
 Every change of a net goes through `commit`: edits, undo and redo, trials and their ends, replays,
 of one net or of several. It computes everything that the change needs and collects the assignments
 that install it. One assignment, `decision.made = True`, decides; `settle` then executes the others.
-They can be repeated, so an interrupt between two of them is harmless: the next public call
-completes them. Before the decision nothing has changed.
+They can be repeated, so an interrupt between two of them is harmless: they are completed at once,
+or, after a second interrupt, by the next public call. Before the decision nothing has changed.
 """
 
 import sys

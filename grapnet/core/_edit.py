@@ -319,7 +319,7 @@ class Edit:
             weights: "linear" (the distribution of nn.Linear for the child's fan-in), "alloc"
                 (uniform in ±1/√(relations its owner gains in this edit)), "zero", or values:
                 [parents, children] for "all", one per pair for "aligned".
-            transition: the number of the transition, which the two layers tell as well.
+            transition: the number of the transition; the two layers determine it, too.
         """
         if pairs not in ("all", "aligned"):
             raise EditError(f'pairs is "all" or "aligned", got {pairs!r}')

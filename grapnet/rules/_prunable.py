@@ -26,7 +26,7 @@ def prunable(net: Adopted) -> list[Space]:
         if any(space._atom not in atoms for atoms in outermost):
             continue
         # A factor of an axis, as heads are, may need numbers of the model to follow, which are
-        # looked for long if there are none. So one space of a kind tells for all.
+        # looked for long if there are none. So one space of a kind is tried for all of them.
         if outermost and space.verdict == "unproved":
             kind = kind_of(net.model, space)
             if kind not in runs:
