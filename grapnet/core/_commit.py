@@ -33,7 +33,7 @@ from ._journal import Commit, Joint
 from ._prepare import Before, Install, Intent, prepare, require_gradients
 
 if TYPE_CHECKING:
-    from ._edit import Block, Edit
+    from ._edit import Edit, Statement
     from ._graph import Column, Graph
 
 State = TypeVar("State")
@@ -321,8 +321,8 @@ def commit(
             installs.append(partial(one._take_receipt, receipt))
     trial = None
     if tried:
-        # The edits of a trial share one block.
-        trial = Trial(edits[0]._block, tried)
+        # The edits of a trial share one statement.
+        trial = Trial(edits[0]._statement, tried)
     carry_out(installs, decision, trial)
     return receipts
 
@@ -466,15 +466,15 @@ _CORRIDOR = {commit.__code__, carry_out.__code__, settle.__code__}
 class Trial:
     """A trial in effect, in one graph or in several."""
 
-    def __init__(self, block: "Block", parts: "list[tuple[Graph, Commit, Before]]") -> None:
-        self.block = block
+    def __init__(self, statement: "Statement", parts: "list[tuple[Graph, Commit, Before]]") -> None:
+        self.statement = statement
         self.parts = parts
         self.is_over = False
 
     @property
     def is_due(self) -> bool:
-        """True when the block of the trial has ended and its effect has not."""
-        return not self.is_over and not self.block.is_running
+        """True when the statement of the trial has ended and its effect has not."""
+        return not self.is_over and not self.statement.is_running
 
     def finish(self) -> None:
         """Notes that the trial was reverted."""

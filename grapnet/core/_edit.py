@@ -127,16 +127,17 @@ def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tenso
 LARGEST_UID = 2**31 - 1
 
 
-class Block:
+class Statement:
     """The `with` statement around one edit, or around several that commit together.
 
-    It runs for as long as the statement does, which holds the only reference to the function that
-    leaves it: an interrupt before the first line of that function ends the block, too.
+    Python looks up `__exit__` first, then calls `__enter__`, executes the block, and calls what it
+    has looked up. The statement alone refers to that function, so that a weak reference shows
+    whether the statement still runs: an interrupt before the first line of `__exit__` ends it, too.
     """
 
     def __init__(self, edits: "tuple[Edit, ...]") -> None:
         self.edits: tuple[Edit, ...] = edits
-        self.statement: weakref.ref[Any] | None = None
+        self._exit: weakref.ref[Any] | None = None
         self._thread = threading.get_ident()
         self._was_entered = False
         self._was_left = False
@@ -146,7 +147,7 @@ class Block:
         """True from the beginning of the statement to its end."""
         if not self._was_entered or self._was_left:
             return False
-        return self.statement is None or self.statement() is not None
+        return self._exit is None or self._exit() is not None
 
     @property
     def is_running_here(self) -> bool:
@@ -172,6 +173,12 @@ class Block:
             edit._end()
         commit(self.edits)
 
+    def exit_of(self, manager: Any) -> Callable[..., None]:
+        """Returns a new `__exit__` of a context manager, of which it keeps a weak reference."""
+        found = partial(_exit, manager)
+        self._exit = weakref.ref(found)
+        return found
+
     def leave(self, failed: bool) -> None:
         """Commits open edits, unless the block failed or is a trial, and reverts a trial."""
         first = self.edits[0]
@@ -183,26 +190,25 @@ class Block:
             for edit in self.edits:
                 edit._end()
                 edit.graph._close_edit(edit)
-            # An edit and its block refer to each other, and would wait for the garbage collector.
+            # An edit and its statement refer to each other, and would wait for the garbage
+            # collector.
             self.edits = ()
             if unsettled:
                 settle()
 
 
-class Leave:
-    """`__exit__` of a context manager that has a `block`."""
+class Exit:
+    """`__exit__` of a context manager that has a `_statement`."""
 
     def __get__(self, manager: Any, kind: type) -> Callable[..., None]:
         # contextlib.ExitStack asks the class, and holds the manager.
         if manager is None:
-            return _leave
-        leave = partial(_leave, manager)
-        manager._block.statement = weakref.ref(leave)
-        return leave
+            return _exit
+        return manager._statement.exit_of(manager)
 
 
-def _leave(manager: Any, kind: type[BaseException] | None, *_: object) -> None:
-    manager._block.leave(kind is not None)
+def _exit(manager: Any, kind: type[BaseException] | None, *_: object) -> None:
+    manager._statement.leave(kind is not None)
 
 
 class Edit:
@@ -237,7 +243,7 @@ class Edit:
         self._operations: list[dict[str, Any]] = []
         self._next_uid = 0
         self._open = False
-        self._block = Block((self,))
+        self._statement = Statement((self,))
 
     def add_nodes(
         self,
@@ -724,12 +730,12 @@ class Edit:
             EditError: this is one of several edits that commit together, outside a trial.
         """
         self._require_open()
-        if len(self._block.edits) > 1 and not self.trial:
+        if len(self._statement.edits) > 1 and not self.trial:
             raise EditError(
                 "the edits of gn.edit(...) commit at once, when its block ends; leave out"
                 " commit(), or use trial=True to apply them here and revert them at the end"
             )
-        self._block.commit()
+        self._statement.commit()
         return self.receipt
 
     def _begin(self) -> None:
@@ -816,10 +822,10 @@ class Edit:
         self._operations = []
 
     def __enter__(self) -> Self:
-        self._block.enter()
+        self._statement.enter()
         return self
 
-    __exit__ = Leave()
+    __exit__ = Exit()
 
     def _turn(
         self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
@@ -956,15 +962,15 @@ class _Together:
     """The `with` statement of `gn.edit`."""
 
     def __init__(self, edits: tuple[Edit, ...]) -> None:
-        self._block = Block(edits)
+        self._statement = Statement(edits)
         for edit in edits:
-            edit._block = self._block
+            edit._statement = self._statement
 
     def __enter__(self) -> tuple[Edit, ...]:
-        self._block.enter()
-        return self._block.edits
+        self._statement.enter()
+        return self._statement.edits
 
-    __exit__ = Leave()
+    __exit__ = Exit()
 
 
 class Hold(_Together):

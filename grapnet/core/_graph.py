@@ -616,7 +616,9 @@ class Graph(nn.Module):
     def _open_trial(self) -> bool:
         """True in the block of a trial that waits for its `commit()`."""
         edit = self._edit
-        return edit is not None and edit.trial and edit._is_waiting and edit._block.is_running_here
+        return (
+            edit is not None and edit.trial and edit._is_waiting and edit._statement.is_running_here
+        )
 
     def _commit_change(self, change: Change, reason: str) -> None:
         """Carries out a resolved change and writes it into the journal."""
@@ -628,7 +630,7 @@ class Graph(nn.Module):
         """Raises EditError while an edit is open."""
         if unsettled:
             settle()
-        if self._edit is not None and self._edit._block.is_running:
+        if self._edit is not None and self._edit._statement.is_running:
             raise EditError(
                 f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block"
                 " first"

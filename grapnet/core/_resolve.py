@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -470,6 +470,25 @@ class LayerDraft:
         return Shift(after_rows, before, before + self.shift[rows.long()])
 
 
+class Grown(NamedTuple):
+    """New relations of a transition, in the order of their owners.
+
+    Attributes:
+        born: the uids of their ends.
+        children: the rows of their children before the edit, newborn ones behind, [n] int32.
+        inserted: their positions afterwards, [n].
+        values: their weights, [n].
+        ends: where the relations of each parent end afterwards; None if no parent comes or leaves
+            and none gains any.
+    """
+
+    born: Pairs
+    children: Tensor
+    inserted: Tensor
+    values: Tensor
+    ends: Tensor | None
+
+
 class TransitionDraft:
     """The relations of one transition while an edit is resolved, on the device of the relations."""
 
@@ -555,43 +574,25 @@ class TransitionDraft:
         requests: Requests,
         generator: torch.Generator | None,
     ) -> TransitionChange:
+        """Returns what happens to the relations, their weights, and the wiring.
+
+        The relations that a parent keeps stay in their order, and new ones come behind them: where
+        the kept ones end is where new ones are inserted.
+        """
         topology = self.topology
-        device = topology.child.device
         stays = topology.n_relations - self.cuts.shape[0]
-        # where the relations that each row keeps begin and end, [rows + 1]
-        ptr = topology.ptr
+        # where the relations that each present parent keeps begin and end, [parents + 1]
+        kept = topology.ptr
         if self.cuts.shape[0]:
-            ptr = ptr - torch.searchsorted(self.cuts, ptr, out_int32=True)
+            kept = kept - torch.searchsorted(self.cuts, kept, out_int32=True)
+        # where they end for each parent after the edit; None if those of `kept` remain
         ends = None
         if self.connections or upper.any_gone or upper.newborns:
-            ends = upper.present_values(ptr[1:], fill=stays)
-        none = empty_positions(device)
-        inserted = none
-        values = self.store.weight.detach().new_empty(0)
-        born = Pairs(none, none)
-        children = none
-        if self.connections:
-            assert ends is not None
-            order = self._in_order()
-            parents = _picked(upper.new_rows(self.parents), order)
-            # relations that each row is given, behind what it keeps
-            gains = counted(parents, len(ends))
-            inserted = ends.index_select(0, parents) + ascending(len(parents), device)
-            drawn = self._drawn(upper, lower, generator)
-            values = _picked(drawn, order)
-            children = _picked(self.children, order)
-            born = Pairs(
-                upper.uids_at(_picked(self.parents, order)),
-                lower.uids_at(children),
-            )
-            ends = ends + gains.cumsum(0)
-        size = stays + inserted.shape[0]
+            ends = upper.present_values(kept[1:], fill=stays)
+        grown = self._grown(upper, lower, ends, generator)
+        size = stays + len(grown.inserted)
         require_countable(size, f"transition {self.t}", EditError)
-        index = IndexMap(topology.n_relations, size, self.cuts, inserted)
-        gone = Pairs(none, none)
-        if self.cuts.shape[0]:
-            losers = topology.child.index_select(0, self.cuts)
-            gone = Pairs(self._owners_of_cuts(upper, ptr), lower.uids_at(losers))
+        index = IndexMap(topology.n_relations, size, self.cuts, grown.inserted)
         flips = flips_of(
             self.store,
             index,
@@ -610,17 +611,59 @@ class TransitionDraft:
             born_frozen=None,
             gone_frozen=self.store._frozen_among(self.cuts),
             flips=flips,
-            born_values=values,
+            born_values=grown.values,
             assigned=assigned,
         )
         wiring = None
         if not index.is_identity:
-            if ends is not None:
-                ptr = torch.zeros(len(ends) + 1, dtype=torch.int32, device=device)
-                ptr[1:] = ends
-            child = index.carry(lower.new_rows(topology.child), lower.new_rows(children))
+            ptr = kept
+            if grown.ends is not None:
+                ptr = kept.new_zeros(len(grown.ends) + 1)
+                ptr[1:] = grown.ends
+            child = index.carry(lower.new_rows(topology.child), lower.new_rows(grown.children))
             wiring = Topology(ptr, child, lower.new_size)
-        return TransitionChange(index, born, gone, weights, wiring)
+        gone = self._gone(upper, lower, kept)
+        return TransitionChange(index, grown.born, gone, weights, wiring)
+
+    def _grown(
+        self,
+        upper: LayerDraft,
+        lower: LayerDraft,
+        ends: Tensor | None,
+        generator: torch.Generator | None,
+    ) -> "Grown":
+        """Returns the new relations, behind those that each row keeps.
+
+        Args:
+            upper: the layer of the parents.
+            lower: the layer of the children.
+            ends: where the relations that each parent keeps end, [parents after the edit].
+            generator: source of random numbers.
+        """
+        device = self.topology.child.device
+        if not self.connections:
+            none = empty_positions(device)
+            values = self.store.weight.detach().new_empty(0)
+            return Grown(Pairs(none, none), none, none, values, ends)
+        assert ends is not None
+        order = self._in_order()
+        parents = _picked(upper.new_rows(self.parents), order)
+        inserted = ends.index_select(0, parents) + ascending(len(parents), device)
+        values = _picked(self._drawn(upper, lower, generator), order)
+        children = _picked(self.children, order)
+        born = Pairs(upper.uids_at(_picked(self.parents, order)), lower.uids_at(children))
+        ends = ends + counted(parents, len(ends)).cumsum(0)
+        return Grown(born, children, inserted, values, ends)
+
+    def _gone(self, upper: LayerDraft, lower: LayerDraft, kept: Tensor) -> Pairs:
+        """Returns the uids of the two ends of the relations to cut; `kept` as for
+        `_owners_of_cuts`.
+        """
+        if not self.cuts.shape[0]:
+            none = empty_positions(self.topology.child.device)
+            return Pairs(none, none)
+        losers = self.topology.child.index_select(0, self.cuts)
+        return Pairs(self._owners_of_cuts(upper, kept), lower.uids_at(losers))
 
     def _owners_of_cuts(self, upper: LayerDraft, kept: Tensor) -> Tensor:
         """Returns the uids of the parents of the relations to cut, [cuts] int32.
