@@ -217,10 +217,20 @@ class Tracked(Generic[State, Kept]):
         """Adopts what commits have removed in another session."""
         self._held = (self._held[0], kept, self._held[2])
 
-    def prepare(self, graph: "Graph", commit: Commit) -> Callable[[], None]:
-        """Computes the state after a commit; returns the assignment that installs it."""
+    def prepare(
+        self, graph: "Graph", commit: Commit, present: State | None = None
+    ) -> Callable[[], None]:
+        """Computes the state after a commit; returns the assignment that installs it.
+
+        Args:
+            graph: the graph.
+            commit: the commit.
+            present: the state before it, if something else holds it.
+        """
         state, kept, _ = self._held
-        moved = self._after(commit)
+        if present is not None:
+            state = present
+        moved = self._after(state, commit)
         versions = graph.journal._kept_versions()
         coming: dict[int, Any] = {v: part for v, part in kept.items() if v in versions}
         trial = None
@@ -237,8 +247,8 @@ class Tracked(Generic[State, Kept]):
 
         return install
 
-    def _after(self, commit: Commit) -> Any:
-        state, kept, _ = self._held
+    def _after(self, state: State, commit: Commit) -> Any:
+        kept = self._held[1]
         undone = commit.undoes
         if undone is None or undone not in kept:
             return self._carry(state, commit)

@@ -287,7 +287,7 @@ class OptimizerFollower:
         self._near: dict[str, bool] = {}
         # Of Parameters whose block was removed, by their ids.
         self._left: dict[int, _Left] = {}
-        # torch keeps the state; here it passes through, by the names of Parameters.
+        # torch keeps the state; a commit passes it in, by the names of Parameters.
         self._tracked: Tracked[dict[str, _Held], dict[str, Any]] = Tracked(
             {}, take=self._take, carry=self._carry, give=self._give
         )
@@ -372,8 +372,7 @@ class OptimizerFollower:
                 pairs += [(commit.parameters[name], value) for value in one.entries.values()]
             parted = part_vectors(pairs)
             held = {name: one._replace(parted=parted) for name, one in held.items()}
-        self._tracked.replace(held)
-        install_tracked = self._tracked.prepare(graph, commit)
+        install_tracked = self._tracked.prepare(graph, commit, held)
         install_blocks: Callable[[], None] | None = None
         if commit.change.depth is not None:
             is_renewed = not is_kept and commit.kind != "end"
