@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import statistics
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import grapnet as gn
 from benchmarks import capture, execution, files, graft, repair, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
-from grapnet.cli._main import main
+from grapnet.cli._main import commands, main
 from grapnet.execution._manager import BACKENDS
 from studies import run, sifter_shares
 
@@ -128,6 +129,22 @@ def test_every_public_name_is_in_the_reference():
     assert missing == []
 
 
+def test_every_rule_backend_and_command_is_in_its_document():
+    public = [getattr(gn.rules, name) for name in gn.rules.__all__]
+    documented = {
+        "guides/rules": [
+            kind.__name__ for kind in public if is_dataclass(kind) and "__call__" in vars(kind)
+        ],
+        "execution": list(BACKENDS),
+        "guides/command-line": list(commands()),
+    }
+    for page, names in documented.items():
+        text = (ROOT / f"docs/{page}.md").read_text()
+        assert names
+        # as code or a string, followed by settings or not
+        assert [name for name in names if not re.search(rf"[`\"]{name}\b", text)] == [], page
+
+
 def public_names() -> list[tuple[str, str]]:
     """Returns what packages re-export, and what the files of integrations define or name in
     `__all__`.
@@ -182,8 +199,20 @@ def test_pictures_and_files_named_in_the_documentation_exist():
         text = page.read_text()
         links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
         assert [link for link in links if not (page.parent / link).exists()] == [], page
-        named = re.findall(r"`((?:benchmarks/)?results/\w[\w-]*\.json|tests/[\w/]+\.py)`", text)
-        assert [path for path in named if not (ROOT / path).exists()] == [], page
+        require_files(text)
+
+
+def test_files_named_for_contributors_exist():
+    require_files((ROOT / "CONTRIBUTING.md").read_text())
+    with pytest.raises(AssertionError):
+        require_files("`grapnet/core/_nothing.py`")
+
+
+def require_files(text: str) -> None:
+    """Checks that results, tests and files of the package that a text names exist."""
+    named = re.findall(r"`((?:benchmarks/)?results/\w[\w-]*\.json)`", text)
+    named += re.findall(r"`((?:tests|grapnet)/[\w/]+(?:\.py|/))`", text)
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_every_section_of_the_performance_page_has_its_command_and_its_file():

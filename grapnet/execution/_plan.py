@@ -1,6 +1,6 @@
 """What a backend is: two functions; and a policy, which computes something else than the sum."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -52,7 +52,7 @@ class Backend(Protocol):
         ...
 
 
-class Policy(Backend, Protocol):
+class Policy(Protocol):
     """A backend that computes something else than the sum, with Parameters of its own.
 
     Each of its Parameters has one coordinate for every parent, or for every child, of the
@@ -65,8 +65,17 @@ class Policy(Backend, Protocol):
     sum, such as a snapshot, raises PlanError for it: see `Execution.require_sum`.
     """
 
+    name: ClassVar[str]
     columns: ClassVar[Mapping[str, Side]]  # its Parameters
     not_a_sum: ClassVar[str]  # the reason, as error messages show it
+
+    def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
+        """Returns the reasons why it cannot run this topology; empty if it can."""
+        ...
+
+    def prepare(self, topology: Topology) -> Callable[..., Tensor]:
+        """Analyses the topology once."""
+        ...
 
 
 @runtime_checkable

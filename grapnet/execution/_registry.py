@@ -1,26 +1,24 @@
 """The registry of backends: which there are, and what a class needs to become one."""
 
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 from grapnet.core._errors import PlanError
 
 from ._attention import Attention
 from ._dense import Dense
 from ._family import Family
-from ._plan import Backend
+from ._plan import Backend, Policy
 from ._policy import require_policy
 from ._reference import Reference
 from ._sparse import Sparse
 from ._tiles import Tiles
 
-BACKENDS: dict[str, type[Backend]] = {
-    backend.name: backend for backend in (Reference, Dense, Family, Sparse, Tiles, Attention)
-}
+BACKENDS: dict[str, type[Backend]] = {}
 AUTO = "auto"
 
 
-def register_backend(backend: type[Backend]) -> None:
+def register_backend(backend: type[Backend] | type[Policy]) -> None:
     """Makes a backend or a policy known to `net.execution.use` under its `name`; `auto` does not
     pick it.
 
@@ -41,7 +39,8 @@ def register_backend(backend: type[Backend]) -> None:
         raise ValueError(
             f"a backend called {backend.name!r} exists already; give this one another name"
         )
-    BACKENDS[backend.name] = backend
+    # The manager passes the columns of a policy to its plan, by `ColumnPlan`.
+    BACKENDS[backend.name] = cast("type[Backend]", backend)
 
 
 def _require_backend(backend: Any) -> None:
@@ -106,3 +105,7 @@ def backend_called(name: str, options: dict[str, Any]) -> tuple[Backend | None, 
     if columns:
         return backend(), options
     return backend(**options), {}
+
+
+for _backend in (Reference, Dense, Family, Sparse, Tiles, Attention):
+    register_backend(_backend)

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,11 +16,13 @@ from grapnet.continual import ClosedFormReadout
 from grapnet.execution._manager import BACKENDS
 from grapnet.rules import GrowWidth, RemoveOrphans, RuleContext
 
-from .attended import step
+from .attended import by_reference, step
 from .figures import inputs
 from .graphs import POLICIES
 
 PACKAGE = Path(gn.__file__).parent
+# what a net computes that runs with a policy of the library, written down another time
+AUDITS: dict[str, Callable[[gn.GrapNet, Tensor], Tensor]] = {"attention": by_reference}
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,18 @@ def test_every_policy_of_the_library_follows_edits_undo_and_files(
     assert start
     assert all(not torch.equal(net.columns[column].value, old) for column, old in start.items())
     before = net(x).detach()
+    audit = AUDITS[name]
+    torch.testing.assert_close(before, audit(net, x))
     with net.edit() as edit:
         edit.remove_nodes(net.layers[1][1])
     gn.check(net)
+    torch.testing.assert_close(net(x), audit(net, x))
+    with net.edit() as edit:
+        nodes = edit.add_nodes(1, 2)
+        edit.connect(net.layers[0], nodes)
+        edit.connect(nodes, net.layers[2])
+    torch.testing.assert_close(net(x), audit(net, x))
+    net.undo()
     gn.save(tmp_path / "net", net)
     assert torch.equal(gn.load(tmp_path / "net")(x), net(x))
     assert torch.equal(copy.deepcopy(net)(x), net(x))

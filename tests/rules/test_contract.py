@@ -157,6 +157,19 @@ def test_a_rule_keeps_its_contract(rule: str, shape: str) -> None:
     run.train()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_changes_some_net_and_says_why(rule: str) -> None:
+    for shape in SHAPES:
+        commit = Run(shape, rule).apply()
+        if commit is not None and not isinstance(commit, Exception):
+            break
+    else:
+        pytest.fail("it has changed no net of any shape")
+    # the first remark is the manager's
+    remarks = [one for one in commit.operations if one["operation"] == "remark"]
+    assert len(remarks) > 1
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_keeps_within_its_budget(rule: str, shape: str) -> None:
