@@ -37,7 +37,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -446,11 +446,12 @@ def main() -> int:
     parser.add_argument("--wanda", type=Path, required=True, metavar="DIR")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--fast", action="store_true", help="the model of the fast study")
+    parser.add_argument("--steps", type=int, help="train the model for so many steps (4000)")
     given = parser.parse_args()
-    if given.fast:
-        comparison = Comparison(study.FAST, None)
-    else:
-        comparison = Comparison(study.Settings(), study.TRAINED)
+    settings = study.FAST if given.fast else study.Settings()
+    if given.steps is not None:
+        settings = replace(settings, training=replace(settings.training, steps=given.steps))
+    comparison = Comparison(settings, study.TRAINED if settings.keeps else None)
     content: dict[str, Any] = {
         "settings": asdict(comparison.settings),
         "data": comparison.about,

@@ -31,6 +31,7 @@ import torch
 
 from grapnet.integrations import torch_pruning
 
+LINES = 5  # of what a script prints last
 OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -88,9 +89,11 @@ def run_apart(path: Path, limit: float) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         code = None
+        printed = []
         problem = f"not done after {limit:.0f} seconds"
     else:
         code = done.returncode
+        printed = done.stdout.strip().splitlines()[-LINES:]
         problem = ""
         if code:
             problem = last_line(done.stderr) or f"exit code {code}"
@@ -98,6 +101,8 @@ def run_apart(path: Path, limit: float) -> dict[str, Any]:
         "file": path.name,
         "passed": code == 0,
         "functions": functions_of(path),
+        # A script says here what it did, such as which models it has pruned.
+        "printed": [] if functions_of(path) else [line.strip() for line in printed],
         "seconds": round(time.perf_counter() - start, 1),
         "problem": problem,
     }
