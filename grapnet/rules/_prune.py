@@ -40,6 +40,7 @@ from ._scopes import (
     compared,
     quota_of,
     require_comparison,
+    require_keep,
     require_scope,
 )
 from ._tiles import TileGrid, strongest_of_children, weakest_tiles
@@ -164,10 +165,7 @@ class PruneWeakest:
         for share in (self.fraction, self.sparsity):
             if isinstance(share, int | float) and not 0 <= share <= 1:
                 raise EditError(f"fraction and sparsity lie between 0 and 1, got {share!r}")
-        if self.keep < 0 or (isinstance(self.keep, float) and self.keep > 1):
-            raise EditError(
-                f"keep is a number of relations, or a share between 0 and 1, got {self.keep!r}"
-            )
+        require_keep(self.keep)
         as_criterion(self.by, CRITERIA, self.window)
         require_scope(self.scope)
         require_comparison(self.compare)

@@ -159,9 +159,8 @@ class SRigL:
         if len(changed.cut):
             at = transition.topology.find(*changed.cut.t())
             edit.cut(RelationSet(net, {t: at.sort().values.int()}))
-        if len(changed.grown):
-            parents, children = changed.grown.t()
-            connect_rows(net, edit, t, parents, children, self.weights, absent=True)
+        parents, children = changed.grown.t()
+        connect_rows(net, edit, t, parents, children, self.weights, absent=True)
         if len(changed.gone) or len(changed.cut) or len(changed.grown):
             edit.remark(
                 f"rewires to {changed.fan_in} parents a node",

@@ -122,7 +122,13 @@ class TileGrid:
 
 
 def weakest_tiles(
-    grids: Sequence[TileGrid], keys: Tensor, free: Tensor, relations: int, budget: Budget
+    grids: Sequence[TileGrid],
+    keys: Tensor,
+    free: Tensor,
+    relations: int,
+    budget: Budget,
+    *,
+    outputs: int = 0,
 ) -> list[Tensor]:
     """Returns the numbers of the weakest tiles of each grid, with about as many relations in all as
     asked for, that can be cut within a budget.
@@ -135,6 +141,7 @@ def weakest_tiles(
         free: which tiles may be cut, one bool for every tile.
         relations: the number of relations to come near to; `budget.edits` is never exceeded.
         budget: the limits.
+        outputs: the smallest number of parents of outputs, where the budget has no larger one.
     """
     at = free.nonzero().view(-1)
     key = keys[at]
@@ -149,29 +156,39 @@ def weakest_tiles(
         below = int(ahead[count - 1]) if count else 0
         if fits and int(ahead[count]) - relations < relations - below:
             count += 1
-    chosen = at[weakest_places(key, count, _sides(grids, at, budget)).long()]
+    chosen = at[weakest_places(key, count, _sides(grids, at, budget, outputs)).long()]
+    return tiles_by_grid(grids, chosen)
+
+
+def tiles_by_grid(grids: Sequence[TileGrid], tiles: Tensor) -> list[Tensor]:
+    """Returns the numbers in each grid of tiles that are numbered through all grids."""
     found = []
     start = 0
     for grid in grids:
         stop = start + len(grid.counts)
-        found.append(chosen[(chosen >= start) & (chosen < stop)] - start)
+        found.append(tiles[(tiles >= start) & (tiles < stop)] - start)
         start = stop
     return found
 
 
-def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget) -> list[Side]:
+def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget, outputs: int) -> list[Side]:
     """Returns the blocks at each end of the tiles at some numbers whose minimum matters, and how
     many tiles each can spare.
     """
     sides = []
     for end, least in ((1, budget.parents), (0, budget.children)):
-        if least == 0:
-            continue
-        spares: dict[int, Tensor] = {}
+        leasts: dict[int, int] = {}
         for grid in grids:
             layer = grid.net.ends[grid.transition][end]
-            if layer not in spares:
-                spares[layer] = _spare(grid.net, layer, end, least, grid.tile)
+            leasts[layer] = least
+            if end and grid.net._is_output(layer):
+                leasts[layer] = max(least, outputs)
+        if not any(leasts.values()):
+            continue
+        net = grids[0].net
+        spares = {}
+        for layer, own in leasts.items():
+            spares[layer] = _spare(net, layer, end, own, grids[0].tile)
         layers = list(spares)
         offsets = torch.tensor([0, *(len(spare) for spare in spares.values())]).cumsum(0).tolist()
         nodes = []
@@ -186,8 +203,10 @@ def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget) -> list[Side]:
 
 def _spare(net: Graph, layer: int, end: int, least: int, tile: int) -> Tensor:
     """Returns how many tiles each block of a layer can spare, by the node with the fewest
-    relations.
+    relations; all of them if `least` is 0.
     """
+    if least == 0:
+        return torch.full((len(block_sizes(net.sizes[layer], tile)),), 2**62, device=net.device)
     total = torch.zeros(net.sizes[layer], dtype=torch.int64, device=net.device)
     for transition, ends in zip(net.transitions, net.ends, strict=True):
         if ends[end] == layer:
