@@ -293,14 +293,15 @@ def gradual_pruning(
     start: int = 0,
     stop: float = 0.75,
     transitions: Transitions | None = None,
+    scope: Scope | None = None,
     tile: int | None = None,
 ) -> Scheduled:
     """Returns gradual magnitude pruning (Zhu and Gupta 2017) for a training of `steps` steps.
 
     `manager.add(gradual_pruning(1000, 0.9))` prunes with `PruneWeakest` along a `GradualSchedule`,
     every `every` steps from `start` on, where the sparsity is `initial`. The last pruning reaches
-    `sparsity` at the share `stop` of the steps or shortly before it. With `tile`, it cuts whole
-    tiles.
+    `sparsity` at the share `stop` of the steps or shortly before it. All relations are ranked
+    together unless `scope` says otherwise. With `tile`, it cuts whole tiles.
 
     Examples:
         >>> gradual_pruning(1000, 0.9).schedule
@@ -310,5 +311,5 @@ def gradual_pruning(
     # The last step at which the rule is due, where the ramp must arrive.
     end -= (end - start) % every
     ramp = GradualSchedule(sparsity, begin=start, end=end, initial=initial)
-    rule = PruneWeakest(sparsity=ramp, transitions=transitions, tile=tile)
+    rule = PruneWeakest(sparsity=ramp, transitions=transitions, scope=scope, tile=tile)
     return Scheduled(rule, Every(every, start=start, until=end))
