@@ -129,7 +129,7 @@ def enforce(
     if (budget.parents or budget.children) and len(asked):
         key = asked.strengths.nan_to_num(nan=torch.inf)
         taken_back = torch.zeros(len(asked), dtype=torch.bool, device=key.device)
-        for side in sides_of(net, everything, budget, among=asked):
+        for side in sides_of(net, asked, budget, gone=everything - asked):
             standing = torch.bincount(side.nodes[~taken_back], minlength=len(side.spare))
             # What is taken back for its child counts for its parent, too.
             left = key.masked_fill(taken_back, -torch.inf)
@@ -152,19 +152,19 @@ class Side:
 
 def sides_of(
     net: Graph,
-    cut: RelationSet,
+    relations: RelationSet,
     budget: Budget,
-    among: RelationSet | None = None,
     *,
+    gone: RelationSet | None = None,
     outputs: int = 0,
 ) -> list[Side]:
     """Returns the ends whose minimum matters.
 
     Args:
         net: the net.
-        cut: the relations that go, or might.
+        relations: the relations that go, or might.
         budget: the minima.
-        among: the part of them to look at; what the others take from a node it cannot spare again.
+        gone: others that go in any case; what they take from a node it cannot spare again.
         outputs: the smallest number of parents of outputs, where the budget has no larger one.
     """
     sizes = net.sizes
@@ -172,8 +172,7 @@ def sides_of(
     sides = []
     for end, least in ((1, budget.parents), (0, budget.children)):
         # Wirings of other layers are not asked for: a large model would build them first.
-        looked_at = cut if among is None else among
-        layers = {net.ends[t][end] for t in looked_at._positions_by_transition()}
+        layers = {net.ends[t][end] for t in relations._positions_by_transition()}
         held = []
         if end and outputs > least:
             held = [layer for layer in layers if net._is_output(layer)]
@@ -189,14 +188,20 @@ def sides_of(
             total[first : first + sizes[layer]] += (
                 topology.fan_in() if end else topology.degrees.long()
             )
-        nodes = _nodes(net, looked_at, end, offsets)
+        nodes = _nodes(net, relations, end, offsets)
         spare = total - least
         for layer in held:
             spare[offsets[layer] : offsets[layer] + sizes[layer]] -= outputs - least
         spare.clamp_(min=0)
-        if among is not None and len(among) < len(cut):
-            spare -= counted(_nodes(net, cut - among, end, offsets), len(spare))
-        sides.append(Side(nodes, spare.clamp_(min=0)))
+        if gone is not None:
+            taken = {}
+            for t, at in gone._positions_by_transition().items():
+                if net.ends[t][end] in layers and len(at):
+                    taken[t] = at
+            if taken:
+                others = _nodes(net, RelationSet(net, taken), end, offsets)
+                spare = (spare - counted(others, len(spare))).clamp_(min=0)
+        sides.append(Side(nodes, spare))
     return sides
 
 

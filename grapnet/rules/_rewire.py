@@ -208,8 +208,7 @@ class Rewire:
         targets = {net.ends[t][1] for t in relations._positions_by_transition()}
         holds = outputs and any(net._is_output(layer) for layer in targets)
         if holds or budget.parents or budget.children:
-            gone = edit.cuts | relations
-            limits = sides_of(net, gone, budget, among=relations, outputs=outputs)
+            limits = sides_of(net, relations, budget, gone=edit.cuts, outputs=outputs)
         keep = self.keep
         if self.scope == "model":
             keep = keep or 1
