@@ -941,3 +941,21 @@ def test_criteria_that_need_gradients_rank_all_layers():
     with pytest.raises(gn.errors.EditError):
         gn.prune(net, [rows()], nodes=0.35, by="taylor", scope="model")
     assert net.version == 0
+
+
+def test_relations_of_an_adopted_model_are_ranked_together():
+    x = torch.randn(64, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    model = conv_model()
+    expected = model(x).detach()
+    net = gn.adopt(model, x[:1])
+    relations = net.relations("0") | net.relations("2") | net.relations("5")
+    weak = relations.smallest(fraction=0.5, key=lamp_scores(relations))
+    counts = [len(weak & net.relations(name)) for name in ("0", "2", "5")]
+    assert [2 * count for count in counts] != [len(net.relations(name)) for name in ("0", "2", "5")]
+    settings = {"scope": "model", "by": "magnitude"}
+    pruning = gn.prune(net, [x], relations=0.5, **settings)
+    assert leaving(pruning) == counts
+    pruning.undo()
+    assert torch.equal(model(x), expected)
+    gn.prune(net, [x], relations=0.9, keep=40, budget=Budget(children=1), **settings)
+    assert min(len(net.relations(name)) for name in ("0", "2", "5")) >= 40
