@@ -43,7 +43,7 @@ from ._scopes import (
     require_keep,
     require_scope,
 )
-from ._tiles import TileGrid, strongest_of_children, weakest_tiles
+from ._tiles import TileGrid, strongest_of_children, tiles_by_grid, weakest_tiles
 
 # What `by=` means.
 CRITERIA: dict[str, Any] = {
@@ -261,9 +261,8 @@ class PruneWeakest:
             keys = self._tile_scores(grids)
             free = torch.cat([grid.is_present & ~grid.is_frozen for grid in grids])
             budget = Budget(left, budget.parents, budget.children)
-            for grid, tiles in zip(
-                grids, weakest_tiles(grids, keys, free, count, budget), strict=True
-            ):
+            weakest = weakest_tiles(grids, keys, free, count, budget)
+            for grid, tiles in zip(grids, tiles_by_grid(grids, weakest), strict=True):
                 found[grid.transition] = grid.relations(tiles)
                 if left is not None:
                     left -= len(found[grid.transition])

@@ -159,7 +159,7 @@ class Rewire:
     def _groups(self, net: Graph) -> list[list[int]]:
         """Returns the transitions that trade relations."""
         numbers = self._numbers(net)
-        if self.scope == "model":
+        if self.scope == "model" and numbers:
             return [numbers]
         return [[t] for t in numbers]
 
@@ -326,8 +326,7 @@ class Rewire:
         taken: dict[int, Tensor],
     ) -> None:
         """Cuts the weakest tiles of every group of transitions and connects as many absent ones."""
-        earlier = edit.cuts
-        touched = earlier | leaving_relations(edit)
+        touched = edit.cuts | leaving_relations(edit)
         groups = []
         for group in self._groups(net):
             grids = []
@@ -344,10 +343,8 @@ class Rewire:
         counts = [round(fraction * int(tiles.free.sum())) for tiles in groups]
         # No tile has more relations than a full one.
         most = None if context.budget.edits is None else context.budget.edits // tile**2
-        within = _beside(earlier, context.budget)
-        outputs = _beside(earlier, Budget(parents=1)).parents
         for tiles, count in zip(groups, shared_out(counts, most), strict=True):
-            dropped = tiles.weakest(count, within, outputs)
+            dropped = tiles.weakest(count, context.budget, edit.cuts)
             if len(dropped):
                 self._replace_tiles(net, edit, context, tiles, dropped)
 
@@ -449,23 +446,16 @@ class _Tiles:
         areas = torch.cat([grid.areas for grid in grids])
         return cls(grids, keys, torch.cat(free), torch.cat(absent), areas)
 
-    def weakest(self, count: int, budget: Budget, outputs: int) -> Tensor:
+    def weakest(self, count: int, budget: Budget, gone: RelationSet) -> Tensor:
         """Returns the numbers of the weakest free tiles, at most `count`, that can be cut within a
-        budget and replaced by absent ones with as many relations.
+        budget, beside relations that are gone, and replaced by absent ones with as many relations.
         """
         counts = torch.cat([grid.counts for grid in self.grids])
         order = self.keys.masked_fill(~self.free, torch.inf).argsort(stable=True)
         relations = int(counts[order[:count]].sum())
-        parts = []
-        start = 0
-        for grid, part in zip(
-            self.grids,
-            weakest_tiles(self.grids, self.keys, self.free, relations, budget, outputs=outputs),
-            strict=True,
-        ):
-            parts.append(part + start)
-            start += len(grid.counts)
-        dropped = torch.cat(parts)
+        dropped = weakest_tiles(
+            self.grids, self.keys, self.free, relations, budget, gone=gone, outputs=1
+        )
         for area in self.areas.unique().tolist():
             of_area = dropped[self.areas[dropped] == area]
             room = int((self.absent & (self.areas == area)).sum())
@@ -549,17 +539,6 @@ def _source(generator: torch.Generator | None) -> torch.device:
 
 def _evidence(t: int) -> str:
     return f"gradients of transition {t}"
-
-
-def _beside(earlier: RelationSet, budget: Budget) -> Budget:
-    """Returns a budget that holds together with what the edit cuts already, at any node."""
-    parents = budget.parents
-    children = budget.children
-    if len(earlier) and parents:
-        parents += int(earlier.children.unique(return_counts=True)[1].max())
-    if len(earlier) and children:
-        children += int(earlier.parents.unique(return_counts=True)[1].max())
-    return Budget(budget.edits, parents, children)
 
 
 def _n_absent(net: Graph, t: int, taken: Tensor) -> int:

@@ -12,7 +12,7 @@ from grapnet.core._index_map import concatenate_ranges, flatnonzero, require_ran
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import block_sizes
 
-from ._budget import Budget, Side, largest_of_each, weakest_places
+from ._budget import Budget, Side, largest_of_each, positions_in, weakest_places
 
 Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
 
@@ -128,10 +128,11 @@ def weakest_tiles(
     relations: int,
     budget: Budget,
     *,
+    gone: RelationSet | None = None,
     outputs: int = 0,
-) -> list[Tensor]:
-    """Returns the numbers of the weakest tiles of each grid, with about as many relations in all as
-    asked for, that can be cut within a budget.
+) -> Tensor:
+    """Returns the weakest tiles, with about as many relations in all as asked for, that can be cut
+    within a budget; they are numbered through all grids.
 
     A node that would have too few parents or children keeps its strongest tiles.
 
@@ -141,6 +142,7 @@ def weakest_tiles(
         free: which tiles may be cut, one bool for every tile.
         relations: the number of relations to come near to; `budget.edits` is never exceeded.
         budget: the limits.
+        gone: relations that go in any case.
         outputs: the smallest number of parents of outputs, where the budget has no larger one.
     """
     at = free.nonzero().view(-1)
@@ -156,8 +158,8 @@ def weakest_tiles(
         below = int(ahead[count - 1]) if count else 0
         if fits and int(ahead[count]) - relations < relations - below:
             count += 1
-    chosen = at[weakest_places(key, count, _sides(grids, at, budget, outputs)).long()]
-    return tiles_by_grid(grids, chosen)
+    sides = _sides(grids, at, budget, gone, outputs)
+    return at[weakest_places(key, count, sides).long()]
 
 
 def tiles_by_grid(grids: Sequence[TileGrid], tiles: Tensor) -> list[Tensor]:
@@ -171,7 +173,13 @@ def tiles_by_grid(grids: Sequence[TileGrid], tiles: Tensor) -> list[Tensor]:
     return found
 
 
-def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget, outputs: int) -> list[Side]:
+def _sides(
+    grids: Sequence[TileGrid],
+    at: Tensor,
+    budget: Budget,
+    gone: RelationSet | None,
+    outputs: int,
+) -> list[Side]:
     """Returns the blocks at each end of the tiles at some numbers whose minimum matters, and how
     many tiles each can spare.
     """
@@ -188,7 +196,7 @@ def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget, outputs: int) 
         net = grids[0].net
         spares = {}
         for layer, own in leasts.items():
-            spares[layer] = _spare(net, layer, end, own, grids[0].tile)
+            spares[layer] = _spare(net, layer, end, own, grids[0].tile, gone)
         layers = list(spares)
         offsets = torch.tensor([0, *(len(spare) for spare in spares.values())]).cumsum(0).tolist()
         nodes = []
@@ -201,17 +209,24 @@ def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget, outputs: int) 
     return sides
 
 
-def _spare(net: Graph, layer: int, end: int, least: int, tile: int) -> Tensor:
-    """Returns how many tiles each block of a layer can spare, by the node with the fewest
-    relations; all of them if `least` is 0.
+def _spare(
+    net: Graph, layer: int, end: int, least: int, tile: int, gone: RelationSet | None
+) -> Tensor:
+    """Returns how many tiles each block of a layer can spare beside relations that are gone, by the
+    node with the fewest relations; all of them if `least` is 0.
     """
     if least == 0:
         return torch.full((len(block_sizes(net.sizes[layer], tile)),), 2**62, device=net.device)
     total = torch.zeros(net.sizes[layer], dtype=torch.int64, device=net.device)
-    for transition, ends in zip(net.transitions, net.ends, strict=True):
-        if ends[end] == layer:
-            topology = transition.topology
-            total += topology.fan_in() if end else topology.degrees.long()
+    for t, transition in enumerate(net.transitions):
+        if net.ends[t][end] != layer:
+            continue
+        topology = transition.topology
+        total += topology.fan_in() if end else topology.degrees.long()
+        if gone is not None:
+            at = positions_in(gone, t, net.device).long()
+            rows = topology.child[at] if end else topology.parents_at(at)
+            total -= torch.bincount(rows, minlength=len(total))
     spare = (total - least).clamp_(min=0)
     missing = -len(spare) % tile
     # `pad` takes a float, of which this is one; the largest int64 is none

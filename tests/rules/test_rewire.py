@@ -460,3 +460,13 @@ def test_rules_with_schedules_rewire_until_the_end_that_is_said_once() -> None:
         net(torch.randn(8, 20, dtype=net.transitions[0].weight.dtype)).square().sum().backward()
         manager.apply(net, step)
     assert [commit.by for commit in net.history] == ["Rewire, RigL", "Rewire, RigL", "Rewire"]
+
+
+def test_a_net_without_transitions_to_rewire_does_not_change() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    model.requires_grad_(False)
+    net = gn.adopt(model, torch.randn(2, 4))
+    for rule in (Rewire(scope="model"), Rewire(scope="model", tile=16)):
+        with net.edit() as edit:
+            rule(net, edit, RuleContext())
+    assert net.version == 0

@@ -315,3 +315,21 @@ def test_every_transition_keeps_a_tile_in_the_scope_model() -> None:
         assert set(net.layers[1].uid.tolist()) & set(stays.parents.tolist())
     require_tiles(net)
     assert net.count().relations == before
+
+
+def test_a_budget_counts_what_the_edit_has_cut_already() -> None:
+    net = tiled(0.6, sizes=[64, 96, 48])
+    before = net.transitions[1].topology.fan_in()
+    with net.edit(generator=torch.Generator().manual_seed(0)) as edit:
+        PruneWeakest(0.2, transitions=1, tile=16)(net, edit, RuleContext())
+        first = len(edit.cuts)
+        rule = Rewire(transitions=1, fraction=1.0, tile=16)
+        rule(net, edit, RuleContext(budget=Budget(parents=16)))
+        gone = edit.cuts
+        assert len(gone) > first > 0
+        rows = net.layers[2].rows(gone.children).long()
+        left = before - torch.bincount(rows, minlength=48)
+        assert int(left.min()) >= 16
+        # all that can be spared has left
+        assert int(left.max()) < int(before.min())
+    require_tiles(net)
