@@ -163,15 +163,17 @@ def prune(
     Args:
         model: a net, an adopted model or its graph, or a model with nets inside; any other model is
             adopted with the first batch.
-        batches: what the model runs on, once per layer: a list, or a DataLoader with an order of
-            its own, but no iterator. A batch is a tensor; a tuple or list, of which the first entry
-            is passed; a dict, which is passed by name; or an `Example`.
+        batches: what the model runs on, once per layer, and once before if a criterion that needs
+            data ranks all layers: a list, or a DataLoader with an order of its own, but no
+            iterator. A batch is a tensor; a tuple or list, of which the first entry is passed; a
+            dict, which is passed by name; or an `Example`.
         nodes: the share of the nodes to remove; or
         relations: the share of the relations to cut; or
         pattern: (n, m): keep n of m successive parents of every child, such as (2, 4); or
         parameters: the budget in Parameters that nodes are removed down to; or
         macs: the budget in multiply-adds; or
-        latency: the budget in seconds of a forward pass; all three as for `PruneNodes`.
+        latency: the budget in seconds of a forward pass; all three as for `PruneNodes`. A net with
+            absent relations comes near to it, as its costs depend on which nodes the stages choose.
         by: the criterion, as for `PruneNodes` or `PruneWeakest`; by default "elimination" for nodes
             and "alternating" for relations.
         scope: what loses the share, as for `PruneNodes` or `PruneWeakest`: by default each "space"
@@ -181,7 +183,7 @@ def prune(
         compare: how scores of different layers compare in the scope "model".
         shares_by: the criterion that ranks all layers together in the scope "model"; `by` if it is
             None. The errors that "elimination", "alternating" and "obs" look at are those of one
-            layer: beside them, name another one, such as "norm" or "magnitude".
+            layer: with them, name another one, such as "norm" or "magnitude".
         keep: how many nodes of each layer, or relations of each transition, stay at least, as an
             int, or which share, as a float, as for `PruneNodes` and `PruneWeakest`. By default one
             node, and no relation.
