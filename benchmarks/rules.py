@@ -56,7 +56,7 @@ def cases() -> dict[str, Case]:
         "RemoveOrphans": Case(rules.RemoveOrphans()),
         "Rewire, SET": Case(rules.Rewire(grow="random")),
         "Rewire, RigL": Case(rules.Rewire(grow="gradient", decay_until=10**6)),
-        "Rewire, SRigL": Case(rules.Rewire(grow="gradient", decay_until=10**6, fan_in="constant")),
+        "Rewire, SRigL": Case(rules.Rewire(grow="gradient", decay_until=10**6, scope="child")),
         "GrowForTask": Case(
             rules.GrowForTask(nodes=64, classes_per_task=16), recurring=False, task=0
         ),

@@ -8,7 +8,7 @@ rates:
 - "static": the wiring stays;
 - "SET": the weakest kernels go, and as many others come at random;
 - "RigL": the kernels with the largest gradients come;
-- "SRigL": the same, but every channel keeps its number of kernels (`fan_in="constant"`);
+- "SRigL": the same, but every channel keeps its number of kernels (`scope="child"`);
 - "narrow": a dense net of at most as many parameters, from the start;
 - "dense": all relations.
 
@@ -313,8 +313,8 @@ def _rewiring(
     }
     if method == "SET":
         return set_rewiring(steps, **common)
-    fan_in = "constant" if method == "SRigL" else "free"
-    return rigl(steps, fan_in=fan_in, **common)
+    scope = "child" if method == "SRigL" else "transition"
+    return rigl(steps, scope=scope, **common)
 
 
 def sparse_parameters(width: int, sparsity: float) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ def enforce(
     if (budget.parents or budget.children) and len(asked):
         key = asked.strengths.nan_to_num(nan=torch.inf)
         taken_back = torch.zeros(len(asked), dtype=torch.bool, device=key.device)
-        for side in sides_of(net, everything, budget, among=asked):
+        for side in sides_of(net, asked, budget, gone=everything - asked):
             standing = torch.bincount(side.nodes[~taken_back], minlength=len(side.spare))
             # What is taken back for its child counts for its parent, too.
             left = key.masked_fill(taken_back, -torch.inf)
@@ -150,25 +151,34 @@ class Side:
 
 
 def sides_of(
-    net: Graph, cut: RelationSet, budget: Budget, among: RelationSet | None = None
+    net: Graph,
+    relations: RelationSet,
+    budget: Budget,
+    *,
+    gone: RelationSet | None = None,
+    outputs: int = 0,
 ) -> list[Side]:
     """Returns the ends whose minimum matters.
 
     Args:
         net: the net.
-        cut: the relations that go, or might.
+        relations: the relations that go, or might.
         budget: the minima.
-        among: the part of them to look at; what the others take from a node it cannot spare again.
+        gone: others that go in any case; what they take from a node it cannot spare again.
+        outputs: the smallest number of parents of outputs, where the budget has no larger one.
     """
     sizes = net.sizes
     offsets = [sum(sizes[:number]) for number in range(len(sizes))]
     sides = []
     for end, least in ((1, budget.parents), (0, budget.children)):
-        if least == 0:
+        # Wirings of other layers are not asked for: a large model would build them first.
+        layers = {net.ends[t][end] for t in relations._positions_by_transition()}
+        held = []
+        if end and outputs > least:
+            held = [layer for layer in layers if net._is_output(layer)]
+        if least == 0 and not held:
             continue
         total = torch.zeros(sum(sizes), dtype=torch.int64, device=net.device)
-        # Wirings of other layers are not asked for: a large model would build them first.
-        layers = {net.ends[t][end] for t in cut._positions_by_transition()}
         for transition, ends in zip(net.transitions, net.ends, strict=True):
             layer = ends[end]
             if layer not in layers:
@@ -178,11 +188,20 @@ def sides_of(
             total[first : first + sizes[layer]] += (
                 topology.fan_in() if end else topology.degrees.long()
             )
-        nodes = _nodes(net, cut if among is None else among, end, offsets)
-        spare = (total - least).clamp_(min=0)
-        if among is not None and len(among) < len(cut):
-            spare -= counted(_nodes(net, cut - among, end, offsets), len(spare))
-        sides.append(Side(nodes, spare.clamp_(min=0)))
+        nodes = _nodes(net, relations, end, offsets)
+        spare = total - least
+        for layer in held:
+            spare[offsets[layer] : offsets[layer] + sizes[layer]] -= outputs - least
+        spare.clamp_(min=0)
+        if gone is not None:
+            taken = {}
+            for t, at in gone._positions_by_transition().items():
+                if net.ends[t][end] in layers and len(at):
+                    taken[t] = at
+            if taken:
+                others = _nodes(net, RelationSet(net, taken), end, offsets)
+                spare = (spare - counted(others, len(spare))).clamp_(min=0)
+        sides.append(Side(nodes, spare))
     return sides
 
 
@@ -256,6 +275,15 @@ def largest_of_each(key: Tensor, nodes: Tensor, quota: Tensor) -> Tensor:
     marks = torch.zeros(len(key), dtype=torch.bool, device=key.device)
     marks[at] = True
     return marks
+
+
+def shared_out(counts: list[int], most: int | None) -> list[int]:
+    """Returns the counts, lowered in proportion where they sum to more than `most`."""
+    total = sum(counts)
+    if most is None or total <= most:
+        return counts
+    ends = [most * int(end) // total for end in np.cumsum([0, *counts])]
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 def positions_in(relations: RelationSet, t: int, device: torch.device) -> Tensor:

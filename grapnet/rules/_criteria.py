@@ -96,6 +96,7 @@ class Scored:
         comparison: how the scores of several transitions or spaces compare: "lamp" divides the
             square of each by the sum of the squares that are not smaller in its transition, "mean"
             divides by the mean, "score" takes them as they are.
+        is_local: whether scores are errors of one layer, which say little beside those of others.
 
     Examples:
         >>> import grapnet as gn
@@ -111,6 +112,7 @@ class Scored:
 
     scope: ClassVar[Scope] = "model"
     comparison: ClassVar[Comparison] = "score"
+    is_local: ClassVar[bool] = False
 
     def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
         """Returns one number per candidate; the larger ones stay."""

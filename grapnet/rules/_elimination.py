@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Elimination(NodeScored):
 
     damping: float = 1e-4
     window: int = WINDOW
+    is_local: ClassVar[bool] = True
 
     def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
         """Returns recorders of what every reader receives."""

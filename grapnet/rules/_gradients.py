@@ -264,6 +264,7 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
         count: int | None = None,
         *,
         per_child: Tensor | None = None,
+        per_parent: Tensor | None = None,
         ranked: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the absent relations with the largest |gradient|.
@@ -272,20 +273,28 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
         then of the lowest child row come first. There may be fewer than asked for.
 
         Args:
-            count: how many; of those that `per_child` lets through, when both are given.
-            per_child: how many of each child, [n_lower].
+            count: how many; of those that `per_child` or `per_parent` lets through, if it is given.
+            per_child: how many of each child, [n_lower]; or
+            per_parent: how many of each parent, [n_upper].
             ranked: the largest first; otherwise by parent and then by child, which is quicker.
 
         Raises:
             GrapNetError: nothing was seen.
         """
-        parents, children, sizes = self._largest_absent_rows(count, per_child, ranked)
+        parents, children, sizes = self._largest_absent_rows(
+            count, per_child=per_child, per_parent=per_parent, ranked=ranked
+        )
         upper = self.net.layers[self.upper].uid
         lower = self.net.layers[self.lower].uid
         return upper[parents.cpu()], lower[children.cpu()], sizes
 
     def _largest_absent_rows(
-        self, count: int | None, per_child: Tensor | None, ranked: bool = False
+        self,
+        count: int | None,
+        *,
+        per_child: Tensor | None = None,
+        per_parent: Tensor | None = None,
+        ranked: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what `largest_absent` does, as rows on the device of the net."""
         net = self.net
@@ -294,7 +303,7 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
         if t is not None:
             topology = net.transitions[t].topology
         absent = Absent(self._here(), topology)
-        cells, sizes = _largest(absent, count, per_child, ranked, net.device)
+        cells, sizes = _largest(absent, count, per_child, per_parent, ranked, net.device)
         n_lower = max(1, absent.gradients.shape[1])
         return cells // n_lower, cells % n_lower, sizes
 
@@ -435,6 +444,7 @@ class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
         count: int | None = None,
         *,
         per_child: Tensor | None = None,
+        per_parent: Tensor | None = None,
         ranked: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the absent relations with the largest |gradient|, as
@@ -445,7 +455,7 @@ class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
         with plainly(net.device):
             norms = weight.norms(self.gradient()).to(net.device)
         absent = Absent(Rectangle(norms), weight.topology)
-        cells, sizes = _largest(absent, count, per_child, ranked, net.device)
+        cells, sizes = _largest(absent, count, per_child, per_parent, ranked, net.device)
         cells = cells.cpu()
         parents = net.layers[weight.source].uid[cells // norms.shape[1]]
         children = net.layers[weight.target].uid[cells % norms.shape[1]]
@@ -613,18 +623,22 @@ def _largest(
     absent: Absent,
     count: int | None,
     per_child: Tensor | None,
+    per_parent: Tensor | None,
     ranked: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Returns the absent pairs that `GradientRecorder.largest_absent` describes, by number, and
     their |gradients|.
     """
-    if count is None and per_child is None:
-        raise ValueError("give the number of relations: count=, or per_child= for each child")
+    if count is None and per_child is None and per_parent is None:
+        raise ValueError("give the number of relations: count=, per_child= or per_parent=")
     with plainly(device):
         if per_child is not None:
             quotas = as_tensor(per_child).to(device, torch.int64)
             cells, sizes = largest_of_children(absent, quotas)
+        elif per_parent is not None:
+            quotas = as_tensor(per_parent).to(device, torch.int64)
+            cells, sizes = largest_of_parents(absent, quotas)
         else:
             cells, sizes = largest_of_all(absent, count or 0)
         if ranked:
@@ -704,18 +718,41 @@ def largest_of_children(absent: Absent, quotas: Tensor) -> tuple[Tensor, Tensor]
     numbers = [none[0]]
     sizes = [none[1]]
     for rows, chunk in absent.by_child():
-        wanted = quotas[rows].clamp(max=n_upper)
-        if _native.reads(chunk):
-            ptr = torch.arange(0, chunk.numel() + 1, n_upper, dtype=torch.int32, device="cpu")
-            found = _native.largest_of_rows(chunk.view(-1), ptr, wanted, least=0)
-        else:
-            of_row = torch.arange(len(chunk), device=chunk.device).repeat_interleave(n_upper)
-            chosen = largest_of_each(chunk.view(-1), of_row, wanted)
-            found = flatnonzero(chosen & (chunk.view(-1) > PRESENT))
+        found = _largest_of_rows(chunk, quotas[rows])
         numbers.append((found % n_upper).long() * n_lower + found // n_upper + rows.start)
         sizes.append(chunk.view(-1).index_select(0, found))
     order = torch.cat(numbers).argsort()
     return torch.cat(numbers)[order], torch.cat(sizes)[order]
+
+
+def largest_of_parents(absent: Absent, quotas: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the same for every parent, as many as its quota."""
+    n_lower = absent.gradients.shape[1]
+    none = _none(absent)
+    numbers = [none[0]]
+    sizes = [none[1]]
+    for offset, chunk, _ in absent.by_parent():
+        rows = chunk.view(-1, n_lower)
+        first = offset // n_lower
+        found = _largest_of_rows(rows, quotas[first : first + len(rows)]).sort().values
+        numbers.append(found.long() + offset)
+        sizes.append(chunk.index_select(0, found))
+    return torch.cat(numbers), torch.cat(sizes)
+
+
+def _largest_of_rows(sizes: Tensor, quotas: Tensor) -> Tensor:
+    """Returns the positions of the largest absent entries of every row of [rows, n], counted
+    through all rows.
+    """
+    n = sizes.shape[1]
+    flat = sizes.view(-1)
+    wanted = quotas.clamp(max=n)
+    if _native.reads(sizes):
+        ptr = torch.arange(0, sizes.numel() + 1, n, dtype=torch.int32, device="cpu")
+        return _native.largest_of_rows(flat, ptr, wanted, least=0)
+    of_row = torch.arange(len(sizes), device=sizes.device).repeat_interleave(n)
+    chosen = largest_of_each(flat, of_row, wanted)
+    return flatnonzero(chosen & (flat > PRESENT))
 
 
 def _none(absent: Absent) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,14 @@ from ._elimination import Elimination
 from ._node_criteria import NODES
 from ._prunable import frozen_tensor, multiple_of_nodes, prunable, size_at_adoption
 from ._rule import Layers, Recorder, RuleContext, as_names, gone_relations
-from ._scopes import Comparison, by_mean, layer_adaptive, require_comparison, require_scope
+from ._scopes import (
+    Comparison,
+    by_mean,
+    layer_adaptive,
+    require_comparison,
+    require_keep,
+    require_scope,
+)
 
 # Of all blocks of nodes, the share to which a bisection by measured latency comes close.
 FINEST = 1 / 32
@@ -108,13 +115,10 @@ class PruneNodes:
         if self.multiple < 1:
             raise EditError(f"multiple is at least 1, got {self.multiple!r}")
         as_criterion(self.by, CRITERIA, self.window)
-        require_scope(self.scope, nodes=True)
+        require_scope(self.scope, ("space", "model"))
         require_comparison(self.compare)
+        require_keep(self.keep)
         is_share = isinstance(self.keep, float)
-        if self.keep < 0 or (is_share and self.keep > 1):
-            raise EditError(
-                f"keep is a number of nodes, or a share between 0 and 1, got {self.keep!r}"
-            )
         if self.fraction is not None and is_share and self.fraction + self.keep > 1 + 1e-9:
             raise EditError(
                 f"fraction={self.fraction} and keep={self.keep} exclude each other; give a smaller"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import uuid
@@ -9,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from grapnet.spaces import adopt
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._statistics import call_of
 
+from ._budget import Budget, enforce, shared_out
 from ._gram import GramRecorder, origin_of
 from ._nodes import PruneNodes
 from ._obs import matrix_recorders
@@ -29,6 +31,7 @@ from ._prune import PruneWeakest
 from ._repair import gram_recorders
 from ._repair import repair as repair_readers
 from ._rule import Layers, RuleContext, Transitions, nets_of
+from ._scopes import Comparison, Scope
 
 # What commits of one run have in common in the journal.
 REMARK = "gn.prune"
@@ -122,11 +125,20 @@ def prune(
     nodes: float | None = None,
     relations: float | None = None,
     pattern: tuple[int, int] | None = None,
+    parameters: float | None = None,
+    macs: float | None = None,
+    latency: float | None = None,
     by: Any = None,
+    scope: Scope | Literal["space"] | None = None,
+    compare: Comparison | None = None,
+    shares_by: Any = None,
+    keep: float | None = None,
+    budget: Budget | None = None,
     repair: bool = True,
     spaces: Layers | None = None,
     transitions: Transitions | None = None,
     multiple: int = 1,
+    tile: int | None = None,
     rows: int | None = None,
     most_cells: int | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -151,19 +163,39 @@ def prune(
     Args:
         model: a net, an adopted model or its graph, or a model with nets inside; any other model is
             adopted with the first batch.
-        batches: what the model runs on, once per layer: a list, or a DataLoader with an order of
-            its own, but no iterator. A batch is a tensor; a tuple or list, of which the first entry
-            is passed; a dict, which is passed by name; or an `Example`.
-        nodes: the share of the nodes of each layer or space to remove; or
-        relations: the share of the relations of each transition to cut; or
-        pattern: (n, m): keep n of m successive parents of every child, such as (2, 4).
+        batches: what the model runs on, once per layer, and once before if a criterion that needs
+            data ranks all layers: a list, or a DataLoader with an order of its own, but no
+            iterator. A batch is a tensor; a tuple or list, of which the first entry is passed; a
+            dict, which is passed by name; or an `Example`.
+        nodes: the share of the nodes to remove; or
+        relations: the share of the relations to cut; or
+        pattern: (n, m): keep n of m successive parents of every child, such as (2, 4); or
+        parameters: the budget in Parameters that nodes are removed down to; or
+        macs: the budget in multiply-adds; or
+        latency: the budget in seconds of a forward pass; all three as for `PruneNodes`. A net with
+            absent relations comes near to it, as its costs depend on which nodes the stages choose.
         by: the criterion, as for `PruneNodes` or `PruneWeakest`; by default "elimination" for nodes
             and "alternating" for relations.
+        scope: what loses the share, as for `PruneNodes` or `PruneWeakest`: by default each "space"
+            of nodes, and each "transition" of relations or, by Wanda, each "child". With "model"
+            all layers of a net are ranked together, once and before the first stage, on the model
+            as it is; then each stage removes what falls to its layer.
+        compare: how scores of different layers compare in the scope "model".
+        shares_by: the criterion that ranks all layers together in the scope "model"; `by` if it is
+            None. The errors that "elimination", "alternating" and "obs" look at are those of one
+            layer: with them, name another one, such as "norm" or "magnitude".
+        keep: how many nodes of each layer, or relations of each transition, stay at least, as an
+            int, or which share, as a float, as for `PruneNodes` and `PruneWeakest`. By default one
+            node, and no relation.
+        budget: the limits of the whole call, for relations: `edits` in all, which transitions share
+            in proportion to what they would lose, and the `parents` and `children` that nodes keep.
         repair: whether the relations and biases that stay make up for what leaves. Where the
             criterion assigns weights or biases itself, nothing else is assigned.
         spaces: which layers or spaces lose nodes; as for `PruneNodes`.
         transitions: which transitions lose relations; as for `PruneWeakest`.
         multiple: sizes of tensors stay multiples of this; for nodes.
+        tile: cuts whole tiles, as for `PruneWeakest`; for relations, by a criterion that scores
+            them one by one.
         rows: how many rows of a pass are recorded for the repair, evenly spaced; all by default.
         most_cells: how many numbers, of 8 bytes each, the statistics of one reader may have; 2**27
             for the repair by default. If two Gram matrices have more, no rows are held out; if one
@@ -196,35 +228,64 @@ def prune(
         >>> net.sizes
         [8, 32, 16, 4]
     """
-    amounts = {"nodes": nodes, "relations": relations, "pattern": pattern}
+    costs = {"parameters": parameters, "macs": macs, "latency": latency}
+    amounts = {"nodes": nodes, "relations": relations, "pattern": pattern, **costs}
     asked = [name for name, amount in amounts.items() if amount is not None]
     if len(asked) != 1:
         raise EditError(
-            "say how much to prune, by one of nodes=, relations= and pattern=; got"
+            f"say how much to prune, by one of {', '.join(f'{name}=' for name in amounts)}; got"
             f" {', '.join(asked) or 'none'}"
         )
-    if nodes is not None and transitions is not None:
-        raise EditError("nodes= takes spaces=, and transitions= goes with relations= or pattern=")
-    if nodes is None and (spaces is not None or multiple != 1):
+    of_nodes = relations is None and pattern is None
+    of_relations = (transitions, budget, tile)
+    if of_nodes and any(setting is not None for setting in of_relations):
         raise EditError(
-            "relations= and pattern= take transitions=; spaces= and multiple= are for nodes="
+            f"{asked[0]}= takes spaces= and multiple=; transitions=, budget= and tile= go with"
+            " relations= or pattern="
         )
+    if not of_nodes and (spaces is not None or multiple != 1):
+        raise EditError(
+            "relations= and pattern= take transitions=; spaces= and multiple= are for nodes"
+        )
+    if shares_by is not None and scope != "model":
+        raise EditError('shares_by= ranks all layers together and goes with scope="model"')
     if preview and resume:
         raise EditError("a preview does not resume: its end would undo the stages before it, too")
+    rule: Any
+    if of_nodes:
+        within: Any = scope or "space"
+        rule = PruneNodes(
+            fraction=nodes,
+            parameters=parameters,
+            macs=macs,
+            latency=latency,
+            by="elimination" if by is None else by,
+            scope=within,
+            compare=compare,
+            spaces=spaces,
+            multiple=multiple,
+            keep=1 if keep is None else keep,
+        )
+        steps_of: Any = _node_steps
+    else:
+        among: Any = scope
+        rule = PruneWeakest(
+            fraction=relations,
+            pattern=pattern,
+            by="alternating" if by is None else by,
+            scope=among,
+            compare=compare,
+            transitions=transitions,
+            keep=0 if keep is None else keep,
+            tile=tile,
+        )
+        steps_of = _relation_steps
+    ranking = _ranking(rule, scope, shares_by)
+    budget = budget or Budget()
     model, nets = _model_and_nets(model, batches, optimizer)
     steps: list[_Step] = []
-    if nodes is not None:
-        by = "elimination" if by is None else by
-        rule: Any = PruneNodes(fraction=nodes, by=by, spaces=spaces, multiple=multiple, keep=1)
-        for name, net in nets.items():
-            steps += _node_steps(name, net, rule)
-        parts = rule.spaces
-    else:
-        by = "alternating" if by is None else by
-        rule = PruneWeakest(fraction=relations, pattern=pattern, by=by, transitions=transitions)
-        for name, net in nets.items():
-            steps += _relation_steps(name, net, rule)
-        parts = rule.transitions
+    for name, net in nets.items():
+        steps += steps_of(name, net, rule)
     undo_bytes = sum(_bytes(net) for net in nets.values())
     if most_undo_bytes is not None and undo_bytes > most_undo_bytes:
         raise GrapNetError(
@@ -232,14 +293,18 @@ def prune(
             " values, positions and optimizer state of what leaves or is assigned"
         )
     pruning = Pruning(nets, undo_bytes)
-    amount = [None if share is None else float(share) for share in (nodes, relations)]
-    criterion = _described(rule.criterion)
-    settings = repr((*amount, pattern, parts, criterion, repair, multiple, rows))
-    run = _Run(model, batches, settings, repair, rows, most_cells, loss, allow_dead, generator)
+    whole = replace(rule, by=rule.criterion)
+    settings = _described((whole, ranking.criterion, budget, repair, rows))
+    run = _Run(
+        model, batches, settings, budget, repair, rows, most_cells, loss, allow_dead, generator
+    )
     for step in steps:
         # What cannot be recorded is refused before anything changes.
         run.recorders(step)
     done = run.earlier(pruning) if resume else {}
+    is_shared = scope == "model" or any(cost is not None for cost in costs.values())
+    if run.shares is None and (is_shared or budget.edits is not None):
+        run.shares = run.decided(ranking, steps)
     pruning.before = run.score(probe)
     for net in nets.values():
         limit = len(net.journal.undoable) + len(steps)
@@ -279,6 +344,8 @@ class _Step(NamedTuple):
     layer: int | None  # whose nodes leave
     transition: int | None  # whose relations leave
 
+    is_shared: bool  # whether its fraction is what was decided for all layers together
+
 
 def _model_and_nets(
     model: nn.Module, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None
@@ -303,12 +370,40 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
+def _ranking(rule: Any, scope: str | None, shares_by: Any) -> Any:
+    """Returns the rule that decides how much leaves of each layer.
+
+    Raises:
+        EditError: its criterion does not compare layers.
+    """
+    of_nodes = isinstance(rule, PruneNodes)
+    if scope != "model":
+        # How much leaves does not depend on the scores then, and these need no data.
+        if of_nodes:
+            return replace(rule, by="norm")
+        return replace(rule, by="magnitude", scope=_scope_of(rule))
+    if shares_by is not None:
+        return replace(rule, by=shares_by)
+    criterion = rule.criterion
+    if not hasattr(criterion, "score") or getattr(criterion, "is_local", False):
+        name = "norm" if of_nodes else "magnitude"
+        raise EditError(
+            f"{_described(criterion)} looks at the error of one layer, which says nothing about how"
+            ' much each layer should lose: with scope="model", name a criterion for that, such as'
+            f' shares_by="{name}", or prune by one that compares layers'
+        )
+    return rule
+
+
 def _node_steps(name: str, net: Graph, rule: PruneNodes) -> list[_Step]:
     found = []
+    if rule.fraction is None:
+        # What each layer loses of a budget is decided before the stages.
+        rule = replace(rule, fraction=0.0, parameters=None, macs=None, latency=None)
     for layer in rule._chosen(net):
-        own = replace(rule, spaces=(getattr(layer, "name", layer.index),))
+        own = replace(rule, spaces=(getattr(layer, "name", layer.index),), scope="space")
         label = _label(name, getattr(layer, "name", f"layer {layer.index}"))
-        found.append(_Step(label, name, net, own, len(layer), layer.index, None))
+        found.append(_Step(label, name, net, own, len(layer), layer.index, None, True))
     return found
 
 
@@ -318,15 +413,14 @@ def _relation_steps(name: str, net: Graph, rule: PruneWeakest) -> list[_Step]:
         own = replace(rule, transitions=(t,), scope=_scope_of(rule))
         transition: Any = net.transitions[t]
         label = _label(name, getattr(transition, "name", f"transition {t}"))
-        found.append(_Step(label, name, net, own, transition.size, None, t))
+        is_shared = rule.scope == "model"
+        found.append(_Step(label, name, net, own, transition.size, None, t, is_shared))
     return found
 
 
 def _scope_of(rule: PruneWeakest) -> Any:
     """Returns what is ranked together within one transition."""
-    if rule.pattern is not None or rule._scope == "child":
-        return "child"
-    return "transition"
+    return "transition" if rule._scope == "model" else rule._scope
 
 
 def _label(net: str, part: str) -> str:
@@ -353,9 +447,9 @@ def _bytes(net: Graph) -> int:
     return total
 
 
-def _described(criterion: Any) -> str:
-    """Returns a criterion as the journal keeps it, without addresses, which differ by process."""
-    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(criterion))
+def _described(settings: Any) -> str:
+    """Returns settings as the journal keeps them, without addresses, which differ by process."""
+    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(settings))
 
 
 def _remark_of(commit: Commit) -> dict[str, Any] | None:
@@ -374,6 +468,7 @@ class _Run:
         model: nn.Module,
         batches: Iterable[Any],
         settings: str,
+        budget: Budget,
         repairs: bool,
         rows: int | None,
         most_cells: int | None,
@@ -384,6 +479,7 @@ class _Run:
         self.model = model
         self.batches = batches
         self.settings = settings
+        self.budget = budget
         self.repairs = repairs
         self.rows = rows
         self.most_cells = most_cells
@@ -392,6 +488,10 @@ class _Run:
         self.generator = generator
         # tells the stages of one run from those of another with the same settings
         self.name = uuid.uuid4().hex
+        # how much leaves in each stage, where it was decided for all of them together
+        self.shares: dict[str, int] | None = None
+        # whether the journal has them
+        self._are_noted = False
 
     def score(self, probe: Callable[[], float] | None) -> float | None:
         """Returns what a probe does in evaluation mode; None without one."""
@@ -441,10 +541,52 @@ class _Run:
                 remark = _remark_of(commit)
                 if remark is not None and remark["run"] == self.name:
                     pruning._versions[name].append(commit.version)
+                    if remark["shares"] is not None:
+                        self.shares = json.loads(remark["shares"])
+                        self._are_noted = True
                     assigned = commit.counts["coordinates_assigned"]
                     stage = remark["stage"]
                     found[stage] = Stage(stage, remark["leaving"], remark["present"], assigned, 0.0)
         return found
+
+    def decided(self, ranking: Any, steps: list[_Step]) -> dict[str, int]:
+        """Returns how much leaves in each stage: what a rule for all layers takes of them."""
+        found: dict[str, int] = {}
+        budget = self.budget
+        if ranking.scope != "model":
+            # Layers share the edits in proportion.
+            budget = replace(budget, edits=None)
+        by_net: dict[str, list[_Step]] = {}
+        for step in steps:
+            by_net.setdefault(step.net_name, []).append(step)
+        for own in by_net.values():
+            net = own[0].net
+            if own[0].layer is None:
+                rule = replace(ranking, transitions=tuple(step.transition for step in own))
+            else:
+                rule = replace(ranking, spaces=tuple(step.rule.spaces[0] for step in own))
+            evidence = rule.recorders(net)
+            for recorder in evidence.values():
+                self._limit(net, recorder)
+            self._record(net, evidence, "the ranking of all layers")
+            # It is never committed.
+            with net.edit(trial=True, generator=self.generator) as edit:
+                rule(net, edit, RuleContext(budget=budget, evidence=evidence))
+                for step in own:
+                    found[step.name] = _leaving(edit, step)
+        counts = shared_out(list(found.values()), self.budget.edits)
+        return dict(zip(found, counts, strict=True))
+
+    def _rule_of(self, step: _Step) -> tuple[Any, Budget]:
+        """Returns the rule of a stage, and its budget."""
+        rule = step.rule
+        budget = self.budget
+        if self.shares is not None:
+            share = self.shares[step.name]
+            budget = replace(budget, edits=share)
+            if step.is_shared:
+                rule = replace(rule, fraction=share / max(1, step.present))
+        return rule, budget
 
     def recorders(self, step: _Step) -> dict[str, Any]:
         """Returns the recorders of the criterion of a stage, and of its repair."""
@@ -485,28 +627,29 @@ class _Run:
         """Records what a stage needs, and commits it."""
         begin = time.perf_counter()
         net = step.net
+        rule, budget = self._rule_of(step)
+        if self.shares is not None and self.shares[step.name] == 0:
+            return Stage(step.name, 0, step.present, 0, 0.0)
         evidence = self.recorders(step)
-        self._record(net, evidence)
-        for name, recorder in evidence.items():
-            if getattr(recorder, "count", 1) == 0:
-                raise EditError(
-                    f"the batches left no evidence {name!r} for {step.name}: they are empty, do"
-                    " not reach it, or its criterion records gradients and needs loss="
-                )
+        self._record(net, evidence, step.name)
         with net.edit(
             f"prune {step.name}",
             by=REMARK,
             generator=self.generator,
             allow_dead=self.allow_dead,
         ) as edit:
-            step.rule(net, edit, RuleContext(evidence=evidence))
+            rule(net, edit, RuleContext(budget=budget, evidence=evidence))
+            # A criterion of one's own may not know of limits.
+            none = RelationSet(net, {})
+            enforce(net, edit, budget, settled=none, cuts=budget.edits, connections=None)
             # A criterion that assigns weights has made up for what leaves.
             is_assigned = any(one["operation"] == "assign" for one in edit._operations)
             if self._is_repaired(step) and not is_assigned:
                 repair_readers(net, edit, evidence)
-            leaving = len(edit.removals)
-            if step.transition is not None:
-                leaving = len(edit.cuts)
+            leaving = _leaving(edit, step)
+            shares = None
+            if self.shares is not None and not self._are_noted:
+                shares = json.dumps(self.shares)
             edit.remark(
                 REMARK,
                 run=self.name,
@@ -514,6 +657,8 @@ class _Run:
                 stage=step.name,
                 leaving=leaving,
                 present=step.present,
+                # what a run that resumes goes by; the first stage has it
+                shares=shares,
                 # what a run that resumes gives back
                 undo_limit=pruning._limits[step.net_name],
             )
@@ -521,6 +666,7 @@ class _Run:
         if edit.receipt is not None:
             assigned = edit.receipt.counts["coordinates_assigned"]
             pruning._versions[step.net_name].append(edit.receipt.version)
+            self._are_noted = True
         seconds = time.perf_counter() - begin
         return Stage(step.name, leaving, step.present, assigned, seconds)
 
@@ -532,8 +678,12 @@ class _Run:
         relations = RelationSet.of(step.net, [step.transition])
         return dict(matrix_recorders(step.net, relations, rows=self.rows))
 
-    def _record(self, net: Graph, evidence: dict[str, Any]) -> None:
-        """Runs the batches while recorders watch."""
+    def _record(self, net: Graph, evidence: dict[str, Any], what: str) -> None:
+        """Runs the batches while recorders watch, for a stage or another purpose.
+
+        Raises:
+            EditError: a recorder has seen nothing.
+        """
         if not evidence:
             return
         try:
@@ -549,6 +699,19 @@ class _Run:
         finally:
             for recorder in evidence.values():
                 recorder.disarm()
+        for name, recorder in evidence.items():
+            if getattr(recorder, "count", 1) == 0:
+                raise EditError(
+                    f"the batches left no evidence {name!r} for {what}: they are empty, do not"
+                    " reach it, or its criterion records gradients and needs loss="
+                )
+
+
+def _leaving(edit: Any, step: _Step) -> int:
+    """Returns how many nodes or relations of the layer of a stage an edit takes away."""
+    if step.transition is None:
+        return len(edit.removals._rows_by_layer().get(step.layer, ()))
+    return len(edit.cuts._positions_by_transition().get(step.transition, ()))
 
 
 @contextmanager

@@ -40,9 +40,10 @@ from ._scopes import (
     compared,
     quota_of,
     require_comparison,
+    require_keep,
     require_scope,
 )
-from ._tiles import TileGrid, strongest_of_children, weakest_tiles
+from ._tiles import TileGrid, strongest_of_children, tiles_by_grid, weakest_tiles
 
 # What `by=` means.
 CRITERIA: dict[str, Any] = {
@@ -164,10 +165,7 @@ class PruneWeakest:
         for share in (self.fraction, self.sparsity):
             if isinstance(share, int | float) and not 0 <= share <= 1:
                 raise EditError(f"fraction and sparsity lie between 0 and 1, got {share!r}")
-        if self.keep < 0 or (isinstance(self.keep, float) and self.keep > 1):
-            raise EditError(
-                f"keep is a number of relations, or a share between 0 and 1, got {self.keep!r}"
-            )
+        require_keep(self.keep)
         as_criterion(self.by, CRITERIA, self.window)
         require_scope(self.scope)
         require_comparison(self.compare)
@@ -263,9 +261,8 @@ class PruneWeakest:
             keys = self._tile_scores(grids)
             free = torch.cat([grid.is_present & ~grid.is_frozen for grid in grids])
             budget = Budget(left, budget.parents, budget.children)
-            for grid, tiles in zip(
-                grids, weakest_tiles(grids, keys, free, count, budget), strict=True
-            ):
+            weakest = weakest_tiles(grids, keys, free, count, budget)
+            for grid, tiles in zip(grids, tiles_by_grid(grids, weakest), strict=True):
                 found[grid.transition] = grid.relations(tiles)
                 if left is not None:
                     left -= len(found[grid.transition])
@@ -295,14 +292,15 @@ def gradual_pruning(
     start: int = 0,
     stop: float = 0.75,
     transitions: Transitions | None = None,
+    scope: Scope | None = None,
     tile: int | None = None,
 ) -> Scheduled:
     """Returns gradual magnitude pruning (Zhu and Gupta 2017) for a training of `steps` steps.
 
     `manager.add(gradual_pruning(1000, 0.9))` prunes with `PruneWeakest` along a `GradualSchedule`,
     every `every` steps from `start` on, where the sparsity is `initial`. The last pruning reaches
-    `sparsity` at the share `stop` of the steps or shortly before it. With `tile`, it cuts whole
-    tiles.
+    `sparsity` at the share `stop` of the steps or shortly before it. All relations are ranked
+    together unless `scope` says otherwise. With `tile`, it cuts whole tiles.
 
     Examples:
         >>> gradual_pruning(1000, 0.9).schedule
@@ -312,5 +310,5 @@ def gradual_pruning(
     # The last step at which the rule is due, where the ramp must arrive.
     end -= (end - start) % every
     ramp = GradualSchedule(sparsity, begin=start, end=end, initial=initial)
-    rule = PruneWeakest(sparsity=ramp, transitions=transitions, tile=tile)
+    rule = PruneWeakest(sparsity=ramp, transitions=transitions, scope=scope, tile=tile)
     return Scheduled(rule, Every(every, start=start, until=end))

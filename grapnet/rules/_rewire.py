@@ -1,9 +1,9 @@
 """Rewire: drops weak relations and grows as many others (SET, RigL)."""
 
 import math
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import contains, counted, moved, on_host, require_ranks
+from grapnet.core._index_map import contains, counted, first_in_order, moved, on_host
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import Topology, require_tile
 from grapnet.spaces._adopted import Adopted
 
-from ._budget import Budget, largest_of_each, positions_in, weakest_within
+from ._budget import Budget, Side, positions_in, shared_out, sides_of
 from ._gradients import GradientRecorder, gradient_recorder
 from ._rule import (
     Every,
@@ -31,22 +31,32 @@ from ._rule import (
     seen_evidence,
     taken_pairs,
 )
-from ._tiles import TileGrid, weakest_tiles
+from ._scopes import (
+    Comparison,
+    Quota,
+    Scope,
+    compared,
+    require_comparison,
+    require_keep,
+    require_scope,
+    transition_side,
+)
+from ._tiles import TileGrid, tiles_by_grid, weakest_tiles
 
-Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
+Pairs = tuple[Tensor, Tensor]  # rows of parents and of their children
+NO_GRADIENTS = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)
 class Rewire:
-    """Drops the weakest relations of each transition and grows as many absent ones.
+    """Drops the weakest relations and grows as many absent ones.
 
     SET is `Rewire()`, RigL is `Rewire(grow="gradient", decay_until=T)`; `set_rewiring` and `rigl`
-    return rule and schedule together. `fan_in="constant"` keeps the numbers of parents; `SRigL`
-    also makes them equal and removes nodes. Frozen
-    relations are never dropped and do not count, an output keeps its last parent, and a dropped
-    relation does not come back in the same call. Relations and nodes that earlier rules cut,
-    connect or remove in the same edit are not touched. Where a relation of an adopted model has
-    several weights, |weight| and |gradient| are norms.
+    return rule and schedule together. `scope="child"` keeps the numbers of parents; `SRigL` also
+    makes them equal and removes nodes. Frozen relations are never dropped and do not count, an
+    output keeps its last parent, and a dropped relation does not come back in the same call.
+    Relations and nodes that earlier rules cut, connect or remove in the same edit are not touched.
+    Where a relation of an adopted model has several weights, |weight| and |gradient| are norms.
 
     Attributes:
         transitions: numbers of the transitions, or names of modules and tensors of an adopted
@@ -55,15 +65,23 @@ class Rewire:
         grow: "random" grows absent relations with equal chances, "gradient" those with the largest
             |gradient|.
         decay_until: the step at which the fraction reaches 0 along a cosine; constant with None.
-        fan_in: "free" compares all relations of a transition; "constant" compares those of each
-            child, which keeps its number of parents.
+        scope: what is ranked together, and keeps its number of relations. "transition" drops a
+            share of each transition and grows as many there. "child" does so among the relations
+            that lead to each node, and "owner" among those that each node owns. "model" ranks the
+            relations of all transitions together, and the absent ones, too, so that transitions
+            trade relations; each keeps one.
+        compare: how |weights| of different transitions compare in the scope "model", as for
+            `PruneWeakest`: "lamp" by default. |gradients| are compared as they are.
+        keep: how many relations of each transition are not dropped at least, as an int, or which
+            share of the possible ones, as a float.
         weights: the initial weights of grown relations, "zero" or "linear".
         window: the number of steps over which gradients are averaged.
         tile: drops and grows whole tiles of so many nodes a side, 16, 32, 64 or 128, by the root
             mean square of their weights and of their gradients; the relations have to come in such
             tiles, as in `GrapNet(…, density=, tile=)`. A dropped tile is replaced by one with as
-            many relations: one at the border of a layer by another one there. A tile with a frozen
-            relation is not dropped. Not with `fan_in="constant"`.
+            many relations: one at the border of a layer by another one at a border. A tile with a
+            frozen relation is not dropped. With the scope "transition" or "model", and without
+            `keep`.
 
     Examples:
         >>> import grapnet as gn
@@ -78,7 +96,9 @@ class Rewire:
     fraction: float = 0.3
     grow: Literal["random", "gradient"] = "random"
     decay_until: int | None = None
-    fan_in: Literal["free", "constant"] = "free"
+    scope: Scope = "transition"
+    compare: Comparison | None = None
+    keep: float = 0
     weights: Literal["zero", "linear"] = "zero"
     window: int = 1
     tile: int | None = None
@@ -91,11 +111,15 @@ class Rewire:
             raise EditError(f"decay_until is a step from 1, or None, got {self.decay_until!r}")
         if self.grow not in ("random", "gradient"):
             raise EditError(f'grow is "random" or "gradient", got {self.grow!r}')
-        if self.fan_in not in ("free", "constant"):
-            raise EditError(f'fan_in is "free" or "constant", got {self.fan_in!r}')
+        require_scope(self.scope)
+        require_comparison(self.compare)
+        require_keep(self.keep)
         require_tile(self.tile, EditError)
-        if self.tile is not None and self.fan_in == "constant":
-            raise EditError('with tile=, fan_in is "free"')
+        if self.tile is not None and (self.scope not in ("transition", "model") or self.keep):
+            raise EditError(
+                'tiles belong to many nodes: with tile=, scope is "transition" or "model", and'
+                " there is no keep="
+            )
 
     def recorders(self, net: Graph) -> dict[str, Recorder]:
         """Returns one recorder of gradients a transition, none for random growth."""
@@ -113,161 +137,344 @@ class Rewire:
     def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
         """Writes the cuts and as many connections."""
         fraction = self.fraction_at(context.step)
-        if self.tile is not None:
-            self._rewire_tiles(net, edit, context, fraction, self.tile)
-            return
         taken = {t: taken_pairs(net, edit, t) for t in self._numbers(net)}
-        candidates = {t: self._candidates(net, edit, t, fraction, taken[t]) for t in taken}
-        shares = _shared_out([count for _, count in candidates.values()], context.budget.edits)
-        earlier = edit.cuts
-        for (t, (relations, _)), count in zip(candidates.items(), shares, strict=True):
-            if count == 0:
+        if self.tile is not None:
+            self._rewire_tiles(net, edit, context, fraction, self.tile, taken)
+            return
+        found = []
+        for group in self._groups(net):
+            open_ones = [t for t in group if _n_absent(net, t, taken[t])]
+            relations = self._candidates(net, edit, open_ones)
+            quota = self._quota(net, open_ones, relations, fraction, taken)
+            found.append((open_ones, relations, quota))
+        shares = shared_out([quota.total for _, _, quota in found], context.budget.edits)
+        for (group, relations, quota), most in zip(found, shares, strict=True):
+            if most == 0:
                 continue
-            within = _beside(earlier, self._budget(net, context, t))
-            dropped = weakest_within(net, relations, count, within)
-            self._rewire(net, edit, context, t, dropped, taken[t])
+            limits = self._limits(net, edit, relations, context.budget)
+            quota = replace(quota, limits=limits, most=most)
+            dropped = relations._at(quota.places(self._keys(relations)))
+            self._rewire(net, edit, context, group, dropped, taken)
 
-    def _budget(self, net: Graph, context: RuleContext, t: int) -> Budget:
-        """Returns the limits of what is dropped in transition t."""
-        # An output keeps its last parent; with a constant fan-in it gets another one.
-        if net._is_output(net.transitions[t].target) and self.fan_in != "constant":
-            return context.budget.tightened(Budget(parents=1))
-        return context.budget
+    def _groups(self, net: Graph) -> list[list[int]]:
+        """Returns the transitions that trade relations."""
+        numbers = self._numbers(net)
+        if self.scope == "model" and numbers:
+            return [numbers]
+        return [[t] for t in numbers]
 
-    def _rewire_tiles(
-        self, net: Graph, edit: Edit, context: RuleContext, fraction: float, tile: int
-    ) -> None:
-        """Cuts the weakest tiles of every transition and connects as many absent ones."""
-        earlier = edit.cuts
-        touched = earlier | leaving_relations(edit)
-        grids = []
-        free = []
-        counts = []
-        for t in self._numbers(net):
-            grid = TileGrid.of(net, t, tile)
-            if not grid.is_whole:
-                raise EditError(
-                    f"the relations of transition {t} do not come in tiles of {tile}. Start with"
-                    f" GrapNet(…, density=, tile={tile}), or cut tiles first:"
-                    f" PruneWeakest(…, tile={tile})"
-                )
-            grids.append(grid)
-            spared = grid.is_frozen | grid.has(positions_in(touched, t, net.device))
-            free.append(grid.is_present & ~spared)
-            counts.append(round(fraction * int(free[-1].sum())))
-        # No tile has more relations than a full one.
-        most = None if context.budget.edits is None else context.budget.edits // tile**2
-        shares = _shared_out(counts, most)
-        for grid, candidates, count in zip(grids, free, shares, strict=True):
-            taken = taken_pairs(net, edit, grid.transition)
-            absent = ~grid.is_present & ~grid.has_pairs(taken)
-            within = _beside(earlier, self._budget(net, context, grid.transition))
-            dropped = _weakest_replaceable(grid, candidates, absent, count, within)
-            if len(dropped):
-                self._replace_tiles(net, edit, context, grid, dropped, absent)
+    def _candidates(self, net: Graph, edit: Edit, numbers: list[int]) -> RelationSet:
+        """Returns the relations of some transitions that may be dropped."""
+        relations = RelationSet.of(net, numbers)
+        if any(len(net.transitions[t].frozen_at) for t in numbers):
+            relations = relations[~relations.frozen]
+        if len(edit.cuts):
+            relations -= edit.cuts
+        if len(edit.removals):
+            relations -= leaving_relations(edit)
+        return relations
 
-    def _replace_tiles(
+    def _quota(
         self,
         net: Graph,
-        edit: Edit,
-        context: RuleContext,
-        grid: TileGrid,
-        dropped: Tensor,
-        absent: Tensor,
-    ) -> None:
-        """Cuts tiles, given by number, and connects absent ones with as many relations."""
-        t = grid.transition
-        details = {"largest_dropped_weight": float(grid.strengths[dropped].max())}
-        if self.grow == "random":
-            draw = torch.rand(len(absent), generator=edit.generator, device=_source(edit.generator))
-            scores = draw.to(absent.device)
+        group: list[int],
+        relations: RelationSet,
+        fraction: float,
+        taken: dict[int, Tensor],
+    ) -> Quota:
+        """Returns how many relations of a group of transitions are to be dropped: no more than
+        absent pairs can replace.
+        """
+        if self.scope in ("transition", "model") or not group:
+            absent = sum(_n_absent(net, t, taken[t]) for t in group)
+            return Quota.of(min(round(fraction * len(relations)), absent))
+        (t,) = group
+        transition = net.transitions[t]
+        ends = _ends(net, t, relations, self.scope)
+        if self.scope == "child":
+            room = transition.topology.n_parents - transition.topology.fan_in().cpu()
         else:
-            recorder = seen_evidence(context, _evidence(t), 'Rewire(grow="gradient")')
-            scores = recorder.of_tiles(grid.tile).view(-1)
-        grown = _largest_absent(grid, scores, absent, dropped)
-        if self.grow == "gradient":
-            details["smallest_grown_gradient"] = float(scores[grown].min())
-        relations = RelationSet(net, {t: grid.relations(dropped)})
-        edit.cut(relations)
-        parents, children = grid.pairs(grown)
-        assert len(parents) == len(relations), "a tile is replaced by one of its area"
-        edit.connect(parents, children, pairs="aligned", weights=self.weights, transition=t)
-        edit.remark(
-            f"rewires tiles by {self.grow} growth",
-            transition=t,
-            relations=len(relations),
-            tiles=len(dropped),
-            **details,
-        )
+            room = transition.n_children - transition.topology.degrees.cpu().long()
+        room -= _of_each(net, t, taken[t], self.scope)
+        present = torch.bincount(ends, minlength=len(room))
+        counts = torch.minimum((fraction * present.double()).round().long(), room)
+        return Quota(counts, ends.to(net.device), self.scope)
+
+    def _limits(self, net: Graph, edit: Edit, relations: RelationSet, budget: Budget) -> list[Side]:
+        """Returns what nodes and transitions can spare of some relations."""
+        # With the scope "child" an output gets another parent for its last one.
+        outputs = int(self.scope != "child")
+        limits = []
+        targets = {net.ends[t][1] for t in relations._positions_by_transition()}
+        holds = outputs and any(net._is_output(layer) for layer in targets)
+        if holds or budget.parents or budget.children:
+            limits = sides_of(net, relations, budget, gone=edit.cuts, outputs=outputs)
+        keep = self.keep
+        if self.scope == "model":
+            keep = keep or 1
+        if keep:
+            limits.append(transition_side(net, relations, keep))
+        return limits
+
+    def _keys(self, relations: RelationSet) -> Tensor:
+        """Returns one number for each relation; the smallest are dropped."""
+        sizes = [len(at) for at in relations._positions_by_transition().values()]
+        return compared(relations.strengths, sizes, self.compare or "lamp")
 
     def _rewire(
         self,
         net: Graph,
         edit: Edit,
         context: RuleContext,
-        t: int,
+        group: list[int],
         dropped: RelationSet,
-        taken: Tensor,
+        taken: dict[int, Tensor],
     ) -> None:
-        """Cuts `dropped` and connects as many absent pairs of transition t that are not taken."""
+        """Cuts `dropped` and connects as many absent pairs of a group of transitions that are not
+        taken.
+        """
         if len(dropped) == 0:
             return
-        topology = net.transitions[t].topology
-        lost = None
-        details = {}
-        if self.fan_in == "constant":
-            lost = torch.bincount(_children(topology, dropped, t), minlength=topology.n_children)
-        largest = dropped.strengths.max().double()
+        grown: Mapping[int, _Grown]
         if self.grow == "random":
-            parents, children = _random_absent(topology, len(dropped), lost, taken, edit.generator)
+            grown = self._random(net, group, dropped, taken, edit.generator)
         else:
-            recorder = seen_evidence(context, _evidence(t), 'Rewire(grow="gradient")')
-            parents, children, gradients = _steepest_absent(
-                net, t, recorder, len(dropped), lost, taken
+            grown = self._steepest(net, context, group, dropped, taken)
+        total = sum(len(pairs.parents) for pairs in grown.values())
+        assert total == len(dropped), "there are absent pairs for all that is dropped"
+        for t in group:
+            own = RelationSet(net, {t: dropped._positions_by_transition().get(t, range(0))})
+            pairs = grown[t]
+            if len(own) == len(pairs.parents) == 0:
+                continue
+            details = _extremes(own, pairs)
+            edit.cut(own)
+            # Pairs that are chosen beside others come in the order of their gradients.
+            ascends = self.grow == "random" or len(taken[t]) == 0
+            connect_rows(net, edit, t, pairs.parents, pairs.children, self.weights, absent=ascends)
+            edit.remark(
+                f"rewires by {self.grow} growth",
+                transition=t,
+                relations=len(own),
+                grown=len(pairs.parents),
+                **details,
             )
-            smallest = gradients.min().double().to(largest.device)
-            # both at once, as a device gives them only when it has done everything before
-            details["smallest_grown_gradient"], largest = torch.stack([smallest, largest]).tolist()
-        assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
-        details["largest_dropped_weight"] = float(largest)
-        edit.cut(dropped)
-        # Pairs that are chosen beside others come in the order of their gradients.
-        ascends = self.grow == "random" or len(taken) == 0
-        connect_rows(net, edit, t, parents, children, self.weights, absent=ascends)
-        edit.remark(
-            f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details
-        )
 
-    def _candidates(
-        self, net: Graph, edit: Edit, t: int, fraction: float, taken: Tensor
-    ) -> tuple[RelationSet, int]:
-        """Returns relations to choose from, and how many of them to drop."""
-        sizes = net.sizes
-        source, target = net.ends[t]
-        absent = sizes[source] * sizes[target] - net.transitions[t].size - len(taken)
-        if absent == 0:
-            return RelationSet(net, {}), 0
-        relations = RelationSet.of(net, [t])
-        if len(net.transitions[t].frozen_at):
-            relations = relations[~relations.frozen]
-        if len(edit.cuts):
-            relations -= edit.cuts
-        if len(edit.removals):
-            relations -= leaving_relations(edit)
-        if self.fan_in == "free":
-            return relations, min(round(fraction * len(relations)), absent)
-        topology = net.transitions[t].topology
-        children = _children(topology, relations, t)
-        free = torch.bincount(children, minlength=topology.n_children)
-        room = topology.n_parents - topology.fan_in().cpu() - _of_each(taken, topology.n_children)
-        quotas = torch.minimum((fraction * free.double()).round().long(), room)
-        keys = relations.strengths.cpu()
-        require_ranks(keys)
-        relations = relations[largest_of_each(-keys, children.long(), quotas)]
-        return relations, len(relations)
+    def _lost(self, net: Graph, t: int, dropped: RelationSet) -> Tensor | None:
+        """Returns how many relations each child, or owner, has lost; None if it may gain others."""
+        if self.scope in ("transition", "model"):
+            return None
+        layer = net.ends[t][int(self.scope == "child")]
+        return torch.bincount(_ends(net, t, dropped, self.scope), minlength=net.sizes[layer])
+
+    def _random(
+        self,
+        net: Graph,
+        group: list[int],
+        dropped: RelationSet,
+        taken: dict[int, Tensor],
+        generator: torch.Generator | None,
+    ) -> dict[int, "_Grown"]:
+        """Returns absent pairs of a group of transitions, all alike in chance."""
+        counts = [len(dropped)]
+        if len(group) > 1:
+            absent = np.array([_n_absent(net, t, taken[t]) for t in group])
+            drawn = _distinct(absent.sum(keepdims=True), np.array(counts), generator)
+            of_pair = np.searchsorted(absent.cumsum(), drawn, side="right")
+            counts = np.bincount(of_pair, minlength=len(group)).tolist()
+        found = {}
+        for t, count in zip(group, counts, strict=True):
+            topology = net.transitions[t].topology
+            lost = self._lost(net, t, dropped)
+            pairs = _random_absent(topology, count, self.scope, lost, taken[t], generator)
+            found[t] = _Grown(*pairs)
+        return found
+
+    def _steepest(
+        self,
+        net: Graph,
+        context: RuleContext,
+        group: list[int],
+        dropped: RelationSet,
+        taken: dict[int, Tensor],
+    ) -> dict[int, "_Grown"]:
+        """Returns the absent pairs of a group of transitions that have the largest |gradient|."""
+        found = {}
+        for t in group:
+            recorder = seen_evidence(context, _evidence(t), 'Rewire(grow="gradient")')
+            lost = self._lost(net, t, dropped)
+            count = min(len(dropped), _n_absent(net, t, taken[t]))
+            found[t] = _steepest_absent(net, t, recorder, count, self.scope, lost, taken[t])
+        if len(group) == 1:
+            return found
+        gradients = [found[t].gradients.to(net.device) for t in group]
+        best = torch.zeros(sum(map(len, gradients)), dtype=torch.bool, device=net.device)
+        joined = torch.cat([part.double() for part in gradients])
+        best[first_in_order(joined, len(dropped), largest=True).long()] = True
+        for t, marks in zip(group, best.split([len(part) for part in gradients]), strict=True):
+            at = marks.nonzero().view(-1)
+            found[t] = _Grown(*(part[at.to(part.device)] for part in found[t]))
+        return found
+
+    def _rewire_tiles(
+        self,
+        net: Graph,
+        edit: Edit,
+        context: RuleContext,
+        fraction: float,
+        tile: int,
+        taken: dict[int, Tensor],
+    ) -> None:
+        """Cuts the weakest tiles of every group of transitions and connects as many absent ones."""
+        touched = edit.cuts | leaving_relations(edit)
+        groups = []
+        for group in self._groups(net):
+            grids = []
+            for t in group:
+                grid = TileGrid.of(net, t, tile)
+                if not grid.is_whole:
+                    raise EditError(
+                        f"the relations of transition {t} do not come in tiles of {tile}. Start"
+                        f" with GrapNet(…, density=, tile={tile}), or cut tiles first:"
+                        f" PruneWeakest(…, tile={tile})"
+                    )
+                grids.append(grid)
+            groups.append(_Tiles.of(grids, touched, taken, self.compare or "lamp"))
+        counts = [round(fraction * int(tiles.free.sum())) for tiles in groups]
+        # No tile has more relations than a full one.
+        most = None if context.budget.edits is None else context.budget.edits // tile**2
+        for tiles, count in zip(groups, shared_out(counts, most), strict=True):
+            dropped = tiles.weakest(count, context.budget, edit.cuts)
+            if len(dropped):
+                self._replace_tiles(net, edit, context, tiles, dropped)
+
+    def _replace_tiles(
+        self, net: Graph, edit: Edit, context: RuleContext, tiles: "_Tiles", dropped: Tensor
+    ) -> None:
+        """Cuts tiles, given by number, and connects absent ones with as many relations."""
+        if self.grow == "random":
+            source = _source(edit.generator)
+            scores = torch.rand(len(tiles.absent), generator=edit.generator, device=source)
+            scores = scores.to(tiles.absent.device)
+        else:
+            parts = []
+            for grid in tiles.grids:
+                name = _evidence(grid.transition)
+                recorder = seen_evidence(context, name, 'Rewire(grow="gradient")')
+                parts.append(recorder.of_tiles(grid.tile).view(-1).to(net.device))
+            scores = torch.cat(parts)
+        grown = tiles.largest_absent(scores, dropped)
+        moved_in = 0
+        moved_out = 0
+        for grid, gone, born, own in zip(
+            tiles.grids,
+            tiles_by_grid(tiles.grids, dropped),
+            tiles_by_grid(tiles.grids, grown),
+            scores.split([len(grid.counts) for grid in tiles.grids]),
+            strict=True,
+        ):
+            if len(gone) == len(born) == 0:
+                continue
+            t = grid.transition
+            relations = RelationSet(net, {t: grid.relations(gone)})
+            parents, children = grid.pairs(born)
+            moved_out += len(relations)
+            moved_in += len(parents)
+            edit.cut(relations)
+            details = {}
+            if len(gone):
+                details["largest_dropped_weight"] = float(grid.strengths[gone].max())
+            if len(born):
+                edit.connect(parents, children, pairs="aligned", weights=self.weights, transition=t)
+            if len(born) and self.grow == "gradient":
+                details["smallest_grown_gradient"] = float(own[born].min())
+            edit.remark(
+                f"rewires tiles by {self.grow} growth",
+                transition=t,
+                relations=len(relations),
+                grown=len(parents),
+                tiles=len(gone),
+                **details,
+            )
+        assert moved_in == moved_out, "a tile is replaced by one of its area"
 
     def _numbers(self, net: Graph) -> list[int]:
         return chosen_transitions(net, self.transitions)
+
+
+class _Grown(NamedTuple):
+    """Absent pairs of one transition, as rows, and their |gradients| where these were ranked."""
+
+    parents: Tensor
+    children: Tensor
+    gradients: Tensor = NO_GRADIENTS
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """The tiles of transitions that are ranked together, numbered through all of them."""
+
+    grids: list[TileGrid]
+    keys: Tensor  # [n_tiles]: the smallest are dropped
+    free: Tensor  # [n_tiles]: which may be dropped
+    absent: Tensor  # [n_tiles]: which may be grown
+    areas: Tensor  # [n_tiles]: how many relations each could have
+
+    @classmethod
+    def of(
+        cls,
+        grids: list[TileGrid],
+        touched: RelationSet,
+        taken: dict[int, Tensor],
+        compare: Comparison,
+    ) -> "_Tiles":
+        """Returns the tiles of some transitions beside what an edit has touched and taken."""
+        free = []
+        absent = []
+        for grid in grids:
+            t = grid.transition
+            spared = grid.is_frozen | grid.has(positions_in(touched, t, grid.net.device))
+            absent.append(~grid.is_present & ~grid.has_pairs(taken[t]))
+            # A full transition does not change.
+            own = grid.is_present & ~spared & absent[-1].any()
+            if len(grids) > 1 and len(own):
+                # Each transition keeps a tile.
+                own[grid.strengths.argmax()] = False
+            free.append(own)
+        strengths = [grid.strengths for grid in grids]
+        keys = compared(torch.cat(strengths), [len(part) for part in strengths], compare)
+        areas = torch.cat([grid.areas for grid in grids])
+        return cls(grids, keys, torch.cat(free), torch.cat(absent), areas)
+
+    def weakest(self, count: int, budget: Budget, gone: RelationSet) -> Tensor:
+        """Returns the numbers of the weakest free tiles, at most `count`, that can be cut within a
+        budget, beside relations that are gone, and replaced by absent ones with as many relations.
+        """
+        counts = torch.cat([grid.counts for grid in self.grids])
+        order = self.keys.masked_fill(~self.free, torch.inf).argsort(stable=True)
+        relations = int(counts[order[:count]].sum())
+        dropped = weakest_tiles(
+            self.grids, self.keys, self.free, relations, budget, gone=gone, outputs=1
+        )
+        for area in self.areas.unique().tolist():
+            of_area = dropped[self.areas[dropped] == area]
+            room = int((self.absent & (self.areas == area)).sum())
+            if len(of_area) > room:
+                strongest = of_area[self.keys[of_area].argsort()[room:]]
+                dropped = dropped[~torch.isin(dropped, strongest)]
+        return dropped
+
+    def largest_absent(self, scores: Tensor, dropped: Tensor) -> Tensor:
+        """Returns the numbers of the absent tiles with the largest scores, as many of every area
+        as are dropped.
+        """
+        grown = []
+        for area in self.areas[dropped].unique().tolist():
+            count = int((self.areas[dropped] == area).sum())
+            there = (self.absent & (self.areas == area)).nonzero().view(-1)
+            best = scores[there].argsort(descending=True, stable=True)[:count]
+            grown.append(there[best])
+        return torch.cat(grown)
 
 
 def cosine_fraction(fraction: float, step: int, until: int | None) -> float:
@@ -284,13 +491,13 @@ def rigl(
     fraction: float = 0.3,
     stop: float = 0.75,
     transitions: Transitions | None = None,
-    fan_in: Literal["free", "constant"] = "free",
+    scope: Scope = "transition",
     tile: int | None = None,
 ) -> Scheduled:
     """Returns RigL (Evci et al. 2020) for a training of `steps` steps: `manager.add(rigl(1000))`.
 
     It rewires every `every` steps, up to the share `stop` of the training, at which `fraction`
-    reaches 0 along a cosine. With `fan_in="constant"` every node keeps its number of parents; with
+    reaches 0 along a cosine. With `scope="child"` every node keeps its number of parents; with
     `tile` it moves whole tiles.
 
     Examples:
@@ -298,7 +505,7 @@ def rigl(
         Every(steps=100, start=100, until=750)
     """
     end = max(1, int(stop * steps))
-    rule = Rewire(transitions, fraction, "gradient", decay_until=end, fan_in=fan_in, tile=tile)
+    rule = Rewire(transitions, fraction, "gradient", decay_until=end, scope=scope, tile=tile)
     return Scheduled(rule, Every(every, start=every, until=end))
 
 
@@ -309,6 +516,7 @@ def set_rewiring(
     fraction: float = 0.3,
     stop: float = 1.0,
     transitions: Transitions | None = None,
+    scope: Scope = "transition",
     tile: int | None = None,
 ) -> Scheduled:
     """Returns SET (Mocanu et al. 2018) for a training of `steps` steps.
@@ -321,38 +529,7 @@ def set_rewiring(
         Every(steps=100, start=100, until=1000)
     """
     schedule = Every(every, start=every, until=int(stop * steps))
-    return Scheduled(Rewire(transitions, fraction, tile=tile), schedule)
-
-
-def _weakest_replaceable(
-    grid: TileGrid, free: Tensor, absent: Tensor, count: int, budget: Budget
-) -> Tensor:
-    """Returns the numbers of the weakest free tiles, at most `count`, that can be cut within a
-    budget and replaced by absent ones with as many relations.
-    """
-    order = grid.strengths.masked_fill(~free, torch.inf).argsort(stable=True)
-    relations = int(grid.counts[order[:count]].sum())
-    (dropped,) = weakest_tiles([grid], grid.strengths, free, relations, budget)
-    for area in grid.areas.unique().tolist():
-        of_area = dropped[grid.areas[dropped] == area]
-        room = int((absent & (grid.areas == area)).sum())
-        if len(of_area) > room:
-            strongest = of_area[grid.strengths[of_area].argsort()[room:]]
-            dropped = dropped[~torch.isin(dropped, strongest)]
-    return dropped
-
-
-def _largest_absent(grid: TileGrid, scores: Tensor, absent: Tensor, dropped: Tensor) -> Tensor:
-    """Returns the numbers of the absent tiles with the largest scores, as many of every area as
-    are dropped.
-    """
-    grown = []
-    for area in grid.areas[dropped].unique().tolist():
-        count = int((grid.areas[dropped] == area).sum())
-        there = (absent & (grid.areas == area)).nonzero().view(-1)
-        best = scores[there].argsort(descending=True, stable=True)[:count]
-        grown.append(there[best])
-    return torch.cat(grown)
+    return Scheduled(Rewire(transitions, fraction, scope=scope, tile=tile), schedule)
 
 
 def _source(generator: torch.Generator | None) -> torch.device:
@@ -364,69 +541,82 @@ def _evidence(t: int) -> str:
     return f"gradients of transition {t}"
 
 
-def _shared_out(counts: list[int], most: int | None) -> list[int]:
-    """Returns the counts, lowered in proportion where they sum to more than `most`."""
-    total = sum(counts)
-    if most is None or total <= most:
-        return counts
-    ends = [most * int(end) // total for end in np.cumsum([0, *counts])]
-    return [stop - start for start, stop in pairwise(ends)]
+def _n_absent(net: Graph, t: int, taken: Tensor) -> int:
+    """Returns how many pairs of a transition can be connected."""
+    transition = net.transitions[t]
+    return transition.topology.n_parents * transition.n_children - transition.size - len(taken)
 
 
-def _beside(earlier: RelationSet, budget: Budget) -> Budget:
-    """Returns a budget that holds together with what the edit cuts already, at any node."""
-    parents = budget.parents
-    children = budget.children
-    if len(earlier) and parents:
-        parents += int(earlier.children.unique(return_counts=True)[1].max())
-    if len(earlier) and children:
-        children += int(earlier.parents.unique(return_counts=True)[1].max())
-    return Budget(budget.edits, parents, children)
-
-
-def _children(topology: Topology, relations: RelationSet, t: int) -> Tensor:
-    """Returns the row of every relation's child, on the CPU."""
+def _ends(net: Graph, t: int, relations: RelationSet, scope: Scope) -> Tensor:
+    """Returns the row of every relation's child, or owner, on the CPU."""
+    topology = net.transitions[t].topology
     positions = positions_in(relations, t, topology.child.device)
-    return topology.child.index_select(0, positions).cpu()
+    if scope == "child":
+        return topology.child.index_select(0, positions).cpu().long()
+    return topology.parents_at(positions).cpu().long()
 
 
-def _of_each(pairs: Tensor, n_children: int) -> Tensor:
-    """Returns how many of the numbered pairs lead to each child."""
-    return torch.bincount(pairs % max(1, n_children), minlength=n_children)
+def _of_each(net: Graph, t: int, pairs: Tensor, scope: Scope) -> Tensor:
+    """Returns how many of the numbered pairs lead to each child, or belong to each owner."""
+    transition = net.transitions[t]
+    n_children = transition.n_children
+    if scope == "child":
+        return torch.bincount(pairs % max(1, n_children), minlength=n_children)
+    return torch.bincount(pairs // max(1, n_children), minlength=transition.topology.n_parents)
+
+
+def _extremes(dropped: RelationSet, grown: "_Grown") -> dict[str, float]:
+    """Returns the largest |weight| that was dropped, and the smallest |gradient| that was grown."""
+    found = {}
+    if len(dropped):
+        found["largest_dropped_weight"] = dropped.strengths.max().double()
+    if len(grown.gradients):
+        found["smallest_grown_gradient"] = grown.gradients.min().double()
+    if not found:
+        return {}
+    # all at once, as a device gives them only when it has done everything before
+    device = dropped.graph.device
+    numbers = torch.stack([number.to(device) for number in found.values()]).tolist()
+    return dict(zip(found, numbers, strict=True))
 
 
 def _steepest_absent(
-    net: Graph, t: int, recorder: Any, count: int, per_child: Tensor | None, taken: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the absent pairs of the largest |gradient| that are not taken, as rows, and those
-    gradients.
+    net: Graph,
+    t: int,
+    recorder: Any,
+    count: int,
+    scope: Scope,
+    lost: Tensor | None,
+    taken: Tensor,
+) -> _Grown:
+    """Returns the absent pairs of the largest |gradient| that are not taken: as many as asked for,
+    or as every child, or owner, has lost.
     """
     transition = net.transitions[t]
+    quotas: dict[str, Any] = {}
+    if lost is not None:
+        name = "per_child" if scope == "child" else "per_parent"
+        quotas[name] = lost + _of_each(net, t, taken, scope)
     if len(taken) == 0:
         if isinstance(recorder, GradientRecorder):
-            return recorder._largest_absent_rows(count, per_child)
-        parents, children, gradients = recorder.largest_absent(
-            count, per_child=per_child, ranked=False
-        )
+            return _Grown(*recorder._largest_absent_rows(count, **quotas))
+        parents, children, gradients = recorder.largest_absent(count, ranked=False, **quotas)
         rows = net._rows(transition.source, parents)
-        return rows, net._rows(transition.target, children), gradients
-    n_children = transition.n_children
-    quotas = None if per_child is None else per_child + _of_each(taken, n_children)
+        return _Grown(rows, net._rows(transition.target, children), gradients)
     # As many more as might be taken; what is left is ranked, so the first ones are the largest.
-    parents, children, gradients = recorder.largest_absent(
-        None if quotas is not None else count + len(taken), per_child=quotas
-    )
+    most = None if quotas else count + len(taken)
+    parents, children, gradients = recorder.largest_absent(most, **quotas)
     upper = net._rows(transition.source, parents).long()
     rows = net._rows(transition.target, children).long()
-    pairs = upper * n_children + rows
-    free = (~contains(taken, pairs)).nonzero().view(-1)
-    if per_child is not None:
-        order = free[rows[free].argsort(stable=True)]  # child by child, the largest of each first
-        found = torch.bincount(rows[order], minlength=n_children)
-        rank = torch.arange(len(order), device="cpu") - (found.cumsum(0) - found)[rows[order]]
-        free = order[rank < per_child[rows[order]]]
+    free = (~contains(taken, upper * transition.n_children + rows)).nonzero().view(-1)
+    if lost is not None:
+        ends = rows if scope == "child" else upper
+        order = free[ends[free].argsort(stable=True)]  # node by node, the largest of each first
+        found = torch.bincount(ends[order], minlength=len(lost))
+        rank = torch.arange(len(order), device="cpu") - (found.cumsum(0) - found)[ends[order]]
+        free = order[rank < lost[ends[order]]]
     free = free[:count]
-    return upper[free], rows[free], gradients[free.to(gradients.device)]
+    return _Grown(upper[free], rows[free], gradients[free.to(gradients.device)])
 
 
 def connect_rows(
@@ -440,6 +630,8 @@ def connect_rows(
     absent: bool,
 ) -> None:
     """Connects pairs of rows of a transition; see `Edit._connect_rows`."""
+    if len(parents) == 0:
+        return
     if not isinstance(net, Adopted):
         edit._connect_rows(t, parents, children, weights, absent=absent)
         return
@@ -456,12 +648,13 @@ def connect_rows(
 def _random_absent(
     topology: Topology,
     count: int,
-    per_child: Tensor | None,
+    scope: Scope,
+    lost: Tensor | None,
     taken: Tensor,
     generator: torch.Generator | None,
 ) -> Pairs:
-    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted; a number of each
-    child if given.
+    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted: as many as asked
+    for, or as every child, or owner, has lost.
 
     Absent pairs that are taken count as present.
     """
@@ -475,20 +668,21 @@ def _random_absent(
         child = torch.cat([child, moved((taken % n_children).int(), device)])
     # Pairs are numbered child by child where each child has its own number to grow, parent by
     # parent otherwise.
-    if per_child is None:
-        present = _sorted(parent * n_children + child)
-        absent = np.array([n_parents * n_children - len(present)])
-        quotas = np.array([count])
-    else:
+    if scope == "child":
         present = _sorted(child.long() * n_parents + parent)
         absent = n_parents - counted(child, n_children).cpu().numpy()
-        quotas = per_child.numpy()
+    else:
+        present = _sorted(parent * n_children + child)
+        absent = np.array([n_parents * n_children - len(present)])
+        if scope == "owner":
+            absent = n_children - counted(parent, n_parents).cpu().numpy()
+    quotas = np.array([count]) if lost is None else lost.numpy()
     # among the absent pairs only
     numbers = moved(torch.from_numpy(_distinct(absent, quotas, generator)), device)
     # how many absent pairs stand before each present one
     before = present - torch.arange(len(present), device=device)
     cells = numbers + torch.searchsorted(before, numbers, right=True)
-    if per_child is not None:
+    if scope == "child":
         cells = _sorted(cells % n_parents * n_children + cells // n_parents)
     return cells // n_children, cells % n_children
 

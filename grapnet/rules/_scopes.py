@@ -135,14 +135,17 @@ class Amount:
         return self.of(torch.tensor(present, device="cpu"), possible)
 
 
-def require_scope(scope: str | None, *, nodes: bool = False) -> None:
-    """Raises EditError for a word that is no scope of relations, or of nodes."""
-    known: tuple[str, ...] = get_args(Scope)
-    if nodes:
-        known = ("space", "model")
+def require_scope(scope: str | None, known: Sequence[str] = get_args(Scope)) -> None:
+    """Raises EditError for a word that is none of the scopes of a rule; None is its default."""
     if scope is not None and scope not in known:
         listed = ", ".join(f'"{word}"' for word in known)
         raise EditError(f"scope is one of {listed}, got {scope!r}")
+
+
+def require_keep(keep: float) -> None:
+    """Raises EditError for what is neither a number of relations, or nodes, nor a share."""
+    if keep < 0 or (isinstance(keep, float) and keep > 1):
+        raise EditError(f"keep is a number, or a share between 0 and 1, got {keep!r}")
 
 
 def require_comparison(compare: str | None) -> None:
@@ -169,7 +172,7 @@ def quota_of(
     transitions = list(candidates._positions_by_transition())
     limits = sides_of(net, candidates, budget)
     if keep:
-        limits.append(_transition_side(net, candidates, keep))
+        limits.append(transition_side(net, candidates, keep))
     if scope == "model":
         counts = amount.total(net, transitions).view(1)
         return Quota(counts, None, scope, limits=limits, most=budget.edits)
@@ -216,7 +219,7 @@ def _groups(
     return children[positions.long()], quotas
 
 
-def _transition_side(net: Graph, candidates: RelationSet, keep: float) -> Side:
+def transition_side(net: Graph, candidates: RelationSet, keep: float) -> Side:
     """Returns how many relations each transition can spare."""
     spare = []
     numbers = []

@@ -1,7 +1,7 @@
 """CovarianceSifter: cuts the children that a criterion finds weakest for a whole family."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from grapnet.core._transition import Topology
 from grapnet.execution._family import find_families
 from grapnet.spaces._adopted import Adopted
 
-from ._budget import Budget, largest_of_each
+from ._budget import Budget, Side
 from ._criteria import RELATIONS, as_criterion, refusal_of, scored
 from ._rule import (
     Recorder,
@@ -26,6 +26,7 @@ from ._rule import (
     as_transitions,
     chosen_transitions,
 )
+from ._scopes import Comparison, Quota, compared, require_comparison, require_scope
 
 NO_NODES = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -50,7 +51,12 @@ class CovarianceSifter:
         transitions: numbers of the transitions; by default all between hidden layers. Of an adopted
             model, names of modules; by default all Linears and convolutions that do not read the
             input, and whose children are not pinned.
-        fraction: the share of each family's children to cut, rounded down to a whole number.
+        fraction: the share of the children to cut, rounded down to a whole number. A child of
+            several families counts for each of them.
+        scope: what is ranked together: the children of each family ("owner"), of all families of
+            each transition ("transition"), or of all families of all transitions ("model").
+        compare: how scores of different transitions compare in the scope "model", as for
+            `PruneWeakest`. By default that of the criterion: "score" for correlations.
         window: the number of steps that a criterion which is given by its name records.
         by: the criterion of relations: "correlation", "magnitude", "wanda", "taylor", "fisher",
             "random", an object, or a function, as for `PruneWeakest`; it scores relations one by
@@ -73,9 +79,13 @@ class CovarianceSifter:
     fraction: float = 0.5
     window: int = 50
     by: Any = "correlation"
+    scope: Literal["owner", "transition", "model"] = "owner"
+    compare: Comparison | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transitions", as_transitions(self.transitions))
+        require_scope(self.scope, ("owner", "transition", "model"))
+        require_comparison(self.compare)
         if not hasattr(self.criterion, "score"):
             raise EditError(f"a family is sifted by scores, and {self.by!r} has none")
         if not 0 <= self.fraction <= 1:
@@ -103,12 +113,7 @@ class CovarianceSifter:
         for t in numbers:
             scores = scored(self.criterion, net, RelationSet.of(net, [t]), evidence)
             targets[t] = _targets(net, t, scores)
-        weak = _within(
-            net,
-            targets,
-            [self._weakest(part, context.budget) for part in targets.values()],
-            context.budget,
-        )
+        weak = _within(net, targets, self._weakest(targets, context.budget), context.budget)
         cut = [t for t, marks in zip(numbers, weak, strict=True) if marks.any()]
         for t, marks in zip(numbers, weak, strict=True):
             if t in cut:
@@ -126,14 +131,43 @@ class CovarianceSifter:
         if below:
             edit.remove_orphans(below)
 
-    def _weakest(self, targets: "_Targets", budget: Budget) -> np.ndarray:
-        """Marks the targets that are to go, a budget of relations and of parents left aside."""
-        quota = (self.fraction * targets.degrees + 1e-9).astype(np.int64)
-        quota = np.minimum(quota, np.maximum(targets.degrees - budget.children, 0))
-        scores = torch.from_numpy(targets.scores)
-        families = torch.from_numpy(targets.families)
-        weak = largest_of_each(-scores, families, torch.from_numpy(quota))
-        return (weak & scores.isfinite()).numpy()
+    def _weakest(self, targets: "dict[int, _Targets]", budget: Budget) -> list[np.ndarray]:
+        """Marks the targets that are to go, transition by transition; a budget of relations and of
+        parents is left aside.
+        """
+        if not targets:
+            return []
+        parts = list(targets.values())
+        sizes = [len(part.scores) for part in parts]
+        degrees = torch.from_numpy(np.concatenate([part.degrees for part in parts]))
+        starts = np.cumsum([0, *(len(part.degrees) for part in parts)])
+        families = torch.from_numpy(
+            np.concatenate([p.families + start for p, start in zip(parts, starts, strict=False)])
+        )
+        if self.scope == "owner":
+            present = degrees
+            groups = families
+        else:
+            present = torch.tensor(sizes, device="cpu")
+            groups = torch.arange(len(sizes), device="cpu").repeat_interleave(present)
+        if self.scope == "model":
+            present = present.sum().view(1)
+        counts = (self.fraction * present.double() + 1e-9).long()
+        scores = torch.from_numpy(np.concatenate([part.scores for part in parts]))
+        # a target with a frozen relation stays
+        free = scores.isfinite()
+        limits = []
+        if budget.children:
+            limits.append(Side(families[free], (degrees - budget.children).clamp(min=0)))
+        key = scores[free]
+        quota = Quota(counts, groups[free], self.scope, limits=limits)
+        if self.scope == "model":
+            how: Any = self.compare or getattr(self.criterion, "comparison", "score")
+            key = compared(key, [int(part.sum()) for part in free.split(sizes)], how)
+            quota = Quota(counts, limits=limits)
+        weak = torch.zeros_like(free)
+        weak[free.nonzero().view(-1)[quota.places(key).long()]] = True
+        return [part.numpy() for part in weak.split(sizes)]
 
     def _numbers(self, net: Graph) -> list[int]:
         if not isinstance(net, Adopted):

@@ -43,6 +43,9 @@ class SRigL:
     down. Then the K weakest relations of the transition are dropped, whatever their child, and
     every child grows those with the largest |gradient| until it has as many parents as the others.
 
+    What is ranked together follows from the method, so that there is no `scope`: relations of a
+    transition are dropped together, and each child grows its own.
+
     Frozen relations are never dropped, and nodes that have some are not removed; outputs, and
     layers that several transitions lead to, keep their nodes. A dropped relation comes back only if
     its child has no other absent parent. A full transition does not change. A transition whose
@@ -159,9 +162,8 @@ class SRigL:
         if len(changed.cut):
             at = transition.topology.find(*changed.cut.t())
             edit.cut(RelationSet(net, {t: at.sort().values.int()}))
-        if len(changed.grown):
-            parents, children = changed.grown.t()
-            connect_rows(net, edit, t, parents, children, self.weights, absent=True)
+        parents, children = changed.grown.t()
+        connect_rows(net, edit, t, parents, children, self.weights, absent=True)
         if len(changed.gone) or len(changed.cut) or len(changed.grown):
             edit.remark(
                 f"rewires to {changed.fan_in} parents a node",

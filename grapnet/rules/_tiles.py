@@ -12,7 +12,7 @@ from grapnet.core._index_map import concatenate_ranges, flatnonzero, require_ran
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import block_sizes
 
-from ._budget import Budget, Side, largest_of_each, weakest_places
+from ._budget import Budget, Side, largest_of_each, positions_in, weakest_places
 
 Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
 
@@ -122,10 +122,17 @@ class TileGrid:
 
 
 def weakest_tiles(
-    grids: Sequence[TileGrid], keys: Tensor, free: Tensor, relations: int, budget: Budget
-) -> list[Tensor]:
-    """Returns the numbers of the weakest tiles of each grid, with about as many relations in all as
-    asked for, that can be cut within a budget.
+    grids: Sequence[TileGrid],
+    keys: Tensor,
+    free: Tensor,
+    relations: int,
+    budget: Budget,
+    *,
+    gone: RelationSet | None = None,
+    outputs: int = 0,
+) -> Tensor:
+    """Returns the weakest tiles, with about as many relations in all as asked for, that can be cut
+    within a budget; they are numbered through all grids.
 
     A node that would have too few parents or children keeps its strongest tiles.
 
@@ -135,6 +142,8 @@ def weakest_tiles(
         free: which tiles may be cut, one bool for every tile.
         relations: the number of relations to come near to; `budget.edits` is never exceeded.
         budget: the limits.
+        gone: relations that go in any case.
+        outputs: the smallest number of parents of outputs, where the budget has no larger one.
     """
     at = free.nonzero().view(-1)
     key = keys[at]
@@ -149,29 +158,45 @@ def weakest_tiles(
         below = int(ahead[count - 1]) if count else 0
         if fits and int(ahead[count]) - relations < relations - below:
             count += 1
-    chosen = at[weakest_places(key, count, _sides(grids, at, budget)).long()]
+    sides = _sides(grids, at, budget, gone, outputs)
+    return at[weakest_places(key, count, sides).long()]
+
+
+def tiles_by_grid(grids: Sequence[TileGrid], tiles: Tensor) -> list[Tensor]:
+    """Returns the numbers in each grid of tiles that are numbered through all grids."""
     found = []
     start = 0
     for grid in grids:
         stop = start + len(grid.counts)
-        found.append(chosen[(chosen >= start) & (chosen < stop)] - start)
+        found.append(tiles[(tiles >= start) & (tiles < stop)] - start)
         start = stop
     return found
 
 
-def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget) -> list[Side]:
+def _sides(
+    grids: Sequence[TileGrid],
+    at: Tensor,
+    budget: Budget,
+    gone: RelationSet | None,
+    outputs: int,
+) -> list[Side]:
     """Returns the blocks at each end of the tiles at some numbers whose minimum matters, and how
     many tiles each can spare.
     """
     sides = []
     for end, least in ((1, budget.parents), (0, budget.children)):
-        if least == 0:
-            continue
-        spares: dict[int, Tensor] = {}
+        leasts: dict[int, int] = {}
         for grid in grids:
             layer = grid.net.ends[grid.transition][end]
-            if layer not in spares:
-                spares[layer] = _spare(grid.net, layer, end, least, grid.tile)
+            leasts[layer] = least
+            if end and grid.net._is_output(layer):
+                leasts[layer] = max(least, outputs)
+        if not any(leasts.values()):
+            continue
+        net = grids[0].net
+        spares = {}
+        for layer, own in leasts.items():
+            spares[layer] = _spare(net, layer, end, own, grids[0].tile, gone)
         layers = list(spares)
         offsets = torch.tensor([0, *(len(spare) for spare in spares.values())]).cumsum(0).tolist()
         nodes = []
@@ -184,15 +209,24 @@ def _sides(grids: Sequence[TileGrid], at: Tensor, budget: Budget) -> list[Side]:
     return sides
 
 
-def _spare(net: Graph, layer: int, end: int, least: int, tile: int) -> Tensor:
-    """Returns how many tiles each block of a layer can spare, by the node with the fewest
-    relations.
+def _spare(
+    net: Graph, layer: int, end: int, least: int, tile: int, gone: RelationSet | None
+) -> Tensor:
+    """Returns how many tiles each block of a layer can spare beside relations that are gone, by the
+    node with the fewest relations; all of them if `least` is 0.
     """
+    if least == 0:
+        return torch.full((len(block_sizes(net.sizes[layer], tile)),), 2**62, device=net.device)
     total = torch.zeros(net.sizes[layer], dtype=torch.int64, device=net.device)
-    for transition, ends in zip(net.transitions, net.ends, strict=True):
-        if ends[end] == layer:
-            topology = transition.topology
-            total += topology.fan_in() if end else topology.degrees.long()
+    for t, transition in enumerate(net.transitions):
+        if net.ends[t][end] != layer:
+            continue
+        topology = transition.topology
+        total += topology.fan_in() if end else topology.degrees.long()
+        if gone is not None:
+            at = positions_in(gone, t, net.device).long()
+            rows = topology.child[at] if end else topology.parents_at(at)
+            total -= torch.bincount(rows, minlength=len(total))
     spare = (total - least).clamp_(min=0)
     missing = -len(spare) % tile
     # `pad` takes a float, of which this is one; the largest int64 is none

@@ -456,7 +456,8 @@ def pruned_and_repaired(rank: int) -> dict[str, Any]:
 
     step(0)
     look()
-    for share in ({"nodes": 0.5}, {"relations": 0.5}):
+    ranked = {"relations": 0.5, "scope": "model", "by": "magnitude"}
+    for share in ({"nodes": 0.5}, {"relations": 0.5}, ranked):
         before = host(examples)
         if rank == 0:
             pruning = gn.prune(net, calibration, **share)

@@ -215,3 +215,70 @@ def test_nodes_without_children_and_empty_transitions_have_nothing_to_cut() -> N
     assert rule.recorders(shallow) == {}
     sift(shallow, rule, {})
     assert shallow.version == 0
+
+
+def planted_net() -> gn.GrapNet:
+    """Returns two transitions between hidden layers, in two families each, whose weights grow from
+    family to family: 1 to 8 for the children of the first, and 4.5 to 36 for those of the second.
+    """
+    net = tabular_net(6, 8, 2, 2)
+    for t, scale in ((1, 1.0), (2, 4.5)):
+        relations = net.layers[t].outgoing()
+        rows = net.layers[t + 1].rows(relations.children)
+        relations.weights = scale * (rows + 1.0)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("settings", "cut"),
+    [
+        ({}, [[0, 1, 4, 5], [0, 1, 4, 5]]),
+        ({"scope": "transition"}, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        ({"scope": "model", "compare": "score"}, [[0, 1, 2, 3, 4, 5, 6], [0]]),
+        # Divided by their means, both transitions have the same scores.
+        ({"scope": "model", "compare": "mean"}, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+    ],
+)
+def test_a_scope_says_which_children_are_ranked_together(
+    settings: dict[str, Any], cut: list[list[int]]
+) -> None:
+    net = planted_net()
+    rule = CovarianceSifter(by="magnitude", **settings)
+    with net.edit() as edit:
+        rule(net, edit, RuleContext())
+        gone = edit.cuts
+        found = []
+        for layer in (2, 3):
+            uids = net.layers[layer].uid
+            found.append(torch.isin(uids, gone.children).nonzero().view(-1).tolist())
+        assert len(gone) == 4 * sum(map(len, cut))
+        assert found == cut
+
+
+def test_budgets_hold_in_every_scope() -> None:
+    for scope in ("owner", "transition", "model"):
+        counts = []
+        for budget in (Budget(children=2), Budget(edits=9), Budget(parents=1)):
+            net = planted_net()
+            rule = CovarianceSifter(fraction=0.9, by="magnitude", scope=scope)
+            with net.edit() as edit:
+                rule(net, edit, RuleContext(budget=budget))
+                left = net.select(layer=(1, 2)).outgoing() - edit.cuts
+                counts.append(len(edit.cuts))
+                if budget.children:
+                    owned = left.parents.unique(return_counts=True)[1]
+                    assert owned.tolist() == [2] * 16
+        # a target loses its only family, or none
+        assert counts == [32, 8, 0]
+
+
+def test_frozen_targets_stay_in_every_scope() -> None:
+    for scope in ("owner", "transition", "model"):
+        net = planted_net()
+        with net.edit() as edit:
+            edit.freeze(net.layers[1][0].outgoing(slots=0))
+        first = net.layers[2].uid[0]
+        with net.edit() as edit:
+            CovarianceSifter(by="magnitude", scope=scope)(net, edit, RuleContext())
+            assert len(edit.cuts) == 32
+            assert int(first) not in edit.cuts.children.tolist()

@@ -16,15 +16,22 @@ from .watched import armed, related, run, small_net
 
 
 def brute_force(
-    matrix: Tensor, free: Tensor, count: int | None = None, per_child: Tensor | None = None
+    matrix: Tensor,
+    free: Tensor,
+    count: int | None = None,
+    quotas: Tensor | None = None,
+    end: int = 1,
 ) -> list[tuple[int, int]]:
-    """Rows of the largest, by sorting everything: decreasing size, then parent, then child."""
+    """Rows of the largest, by sorting everything: decreasing size, then parent, then child; no more
+    of a child (end 1) or parent (end 0) than its quota.
+    """
     pairs = [(-float(matrix[p, c].abs()), p, c) for p, c in free.nonzero().tolist()]
     chosen = []
-    taken = torch.zeros(free.shape[1], dtype=torch.int64)
+    taken = torch.zeros(free.shape[end], dtype=torch.int64)
     for _, p, c in sorted(pairs):
-        if per_child is None or taken[c] < per_child[c]:
-            taken[c] += 1
+        node = (p, c)[end]
+        if quotas is None or taken[node] < quotas[node]:
+            taken[node] += 1
             chosen.append((p, c))
     return chosen[:count]
 
@@ -79,8 +86,10 @@ def test_the_largest_absent_are_found(
     [pytest.param("", marks=pytest.mark.sparse), "the compiled kernels are not installed"],
 )
 @pytest.mark.parametrize("quota", ["some", "none", "all"])
-def test_the_largest_absent_of_every_child_are_found(
+@pytest.mark.parametrize("end", ["child", "parent"])
+def test_the_largest_absent_of_every_node_are_found(
     graded: tuple[gn.GrapNet, GradientRecorder],
+    end: str,
     quota: str,
     missing: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,14 +98,16 @@ def test_the_largest_absent_of_every_child_are_found(
     net, recorder = graded
     matrix = recorder.matrix()
     free = ~related(net, 0)
-    some = torch.randint(0, 12, (17,), generator=torch.Generator().manual_seed(0))
+    number = ["parent", "child"].index(end)
+    some = torch.randint(0, 12, (net.sizes[number],), generator=torch.Generator().manual_seed(0))
     quotas = {"some": some, "none": some * 0, "all": some * 0 + 100}[quota]
-    assert rows_of(net, recorder.largest_absent(per_child=quotas)) == brute_force(
-        matrix, free, None, quotas
-    )
-    assert rows_of(net, recorder.largest_absent(9, per_child=quotas)) == brute_force(
-        matrix, free, 9, quotas
-    )
+    wanted: dict[str, Any] = {f"per_{end}": quotas}
+    for count in (None, 9):
+        found = rows_of(net, recorder.largest_absent(count, **wanted))
+        assert found == brute_force(matrix, free, count, quotas, number)
+    # unranked: by parent, then by child
+    found = rows_of(net, recorder.largest_absent(ranked=False, **wanted))
+    assert found == sorted(brute_force(matrix, free, None, quotas, number))
 
 
 @pytest.mark.parametrize("sizes", [[4, 3], [4, 0, 3]])
@@ -105,7 +116,8 @@ def test_full_and_empty_transitions(sizes: list[int]) -> None:
     recorder = armed(GradientRecorder(len(sizes) - 2), full)
     full(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
     assert recorder.matrix().shape == (sizes[-2], 3)
-    for wanted in ({"count": 5}, {"per_child": torch.ones(3).long()}):
+    ones = torch.ones(sizes[-2]).long()
+    for wanted in ({"count": 5}, {"per_child": torch.ones(3).long()}, {"per_parent": ones}):
         assert [len(part) for part in recorder.largest_absent(**wanted)] == [0, 0, 0]
 
 

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 import grapnet as gn
-from grapnet.rules import Assignment, Choice, Elimination, Random
+from grapnet.rules import (
+    Assignment,
+    Budget,
+    Choice,
+    Elimination,
+    Magnitude,
+    NodeNorm,
+    Random,
+    lamp_scores,
+)
 
 
 def rows(count=256, width=8, seed=0):
@@ -28,7 +37,7 @@ def trained_net(sizes=(8, 24, 16, 4)):
 def train(net, optimizer, steps=5):
     for step in range(steps):
         optimizer.zero_grad()
-        net(rows(64, seed=step)).square().mean().backward()
+        net(rows(64, net.sizes[0], seed=step)).square().mean().backward()
         optimizer.step()
 
 
@@ -198,6 +207,16 @@ def test_dead_outputs_are_refused_unless_allowed():
         {"nodes": 0.5, "transitions": [0]},
         {"relations": 0.5, "spaces": [1]},
         {"relations": 0.5, "multiple": 8},
+        {"macs": 0.5, "transitions": [0]},
+        {"nodes": 0.5, "budget": Budget(edits=10)},
+        {"nodes": 0.5, "scope": "transition"},
+        {"relations": 0.5, "scope": "space"},
+        {"pattern": (2, 4), "scope": "model", "shares_by": "magnitude"},
+        {"nodes": 0.5, "shares_by": "norm"},
+        {"nodes": 0.5, "keep": -1},
+        {"nodes": 0.5, "tile": 16},
+        {"relations": 0.5, "tile": 16},
+        {"relations": 0.5, "keep": 1.5},
     ],
 )
 def test_settings_of_the_other_kind_are_refused(settings):
@@ -597,3 +616,346 @@ def test_relations_of_an_adopted_model_leave():
         pruning.undo()
         assert torch.equal(model(x), expected)
     assert errors["alternating"] < errors["magnitude"]
+
+
+def uneven_net():
+    """Returns a net with weak nodes in its first hidden layer alone, and an attached Adam."""
+    net, optimizer = trained_net()
+    weak = net.layers[1][:14]
+    weak.incoming().weights = 1e-3 * weak.incoming().weights.detach()
+    weak.outgoing().weights = 1e-3 * weak.outgoing().weights.detach()
+    weak.biases = 1e-3 * weak.biases.detach()
+    return net, optimizer
+
+
+def leaving(pruning):
+    return [stage.leaving for stage in pruning.stages]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [8, 6]),
+        ({"scope": "space", "by": "norm"}, [8, 6]),
+        ({"scope": "model", "by": "norm"}, [14, 0]),
+        ({"scope": "model", "shares_by": "norm"}, [14, 0]),
+        ({"scope": "model", "by": "subset", "shares_by": NodeNorm(), "compare": "score"}, [14, 0]),
+    ],
+)
+def test_the_scope_model_takes_nodes_where_they_are_weakest(settings, expected):
+    """A share of 0.35 of the 40 nodes are 14, and those of layer 1 are the weakest of all."""
+    net, _ = uneven_net()
+    pruning = gn.prune(net, [rows()], nodes=0.35, **settings)
+    assert leaving(pruning) == expected
+    assert net.sizes == [8, 24 - expected[0], 16 - expected[1], 4]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"by": "magnitude"},
+        {"shares_by": "magnitude"},
+        {"by": "wanda", "shares_by": Magnitude(), "compare": "lamp"},
+    ],
+)
+def test_the_scope_model_ranks_all_relations_before_the_first_stage(settings):
+    net, _ = uneven_net()
+    relations = net.select().outgoing()
+    weakest = relations.smallest(fraction=0.5, key=lamp_scores(relations))
+    layers = [net.layers[number].uid for number in range(3)]
+    expected = [int(torch.isin(weakest.parents, uids).sum()) for uids in layers]
+    assert expected != [t.size // 2 for t in net.transitions]
+    each = copy.deepcopy(net)
+    assert leaving(gn.prune(net, [rows()], relations=0.5, scope="model", **settings)) == expected
+    sizes = [t.size for t in each.transitions]
+    assert leaving(gn.prune(each, [rows()], relations=0.5)) == [size // 2 for size in sizes]
+
+
+def test_owners_lose_the_same_share():
+    net, _ = trained_net()
+    gn.prune(net, [rows()], relations=0.5, by="magnitude", scope="owner")
+    assert [t.topology.degrees.unique().tolist() for t in net.transitions] == [[12], [8], [2]]
+
+
+class Unread(list):
+    """Batches that nothing may run."""
+
+    def __iter__(self):
+        raise AssertionError("the model ran")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nodes": 0.5},
+        {"macs": 0.5},
+        {"nodes": 0.5, "by": Elimination()},
+        {"relations": 0.5},
+        {"relations": 0.5, "by": "obs"},
+    ],
+)
+def test_a_criterion_of_one_layer_does_not_rank_all_of_them(settings):
+    net, _ = trained_net()
+    with pytest.raises(gn.errors.EditError, match="shares_by"):
+        gn.prune(net, Unread([rows()]), scope="model", **settings)
+    assert net.version == 0
+    model = conv_model()
+    with pytest.raises(gn.errors.EditError):
+        gn.prune(model, Unread([rows()]), scope="model", **settings)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_one_that_is_named_may():
+    net, _ = trained_net()
+    pruning = gn.prune(net, [rows()], nodes=0.5, scope="model", shares_by="elimination")
+    assert sum(leaving(pruning)) == 20
+    net, _ = trained_net()
+    pruning = gn.prune(net, [rows()], relations=0.5, scope="model", shares_by="obs", by="obs")
+    assert sum(leaving(pruning)) == 320
+
+
+def test_a_layer_keeps_what_keep_asks_for():
+    net, _ = uneven_net()
+    settings = {"scope": "model", "shares_by": "norm"}
+    assert leaving(gn.prune(net, [rows()], nodes=0.35, keep=18, **settings)) == [6, 0]
+    net, _ = trained_net()
+    assert leaving(gn.prune(net, [rows()], nodes=0.5, keep=14)) == [10, 2]
+    net, _ = trained_net()
+    assert leaving(gn.prune(net, [rows()], nodes=0.5, keep=0.5)) == [12, 8]
+    for settings in ({}, {"scope": "model", "shares_by": "magnitude"}):
+        net, _ = trained_net()
+        pruning = gn.prune(net, [rows()], relations=0.9, keep=60, **settings)
+        left = [t.size for t in net.transitions]
+        assert min(left) == 60
+        assert [stage.present - stage.leaving for stage in pruning.stages] == left
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"by": "norm", "scope": "model"}, {"scope": "model", "shares_by": "random"}]
+)
+@pytest.mark.parametrize("cost", ["macs", "parameters"])
+def test_nodes_leave_down_to_a_budget(cost, settings):
+    x = torch.randn(64, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    model = conv_model()
+    expected = model(x).detach()
+    net = gn.adopt(model, x[:1])
+    before = getattr(net.count(), cost)
+    pruning = gn.prune(model, [x], **{cost: 0.4}, **settings)
+    left = getattr(net.count(), cost)
+    assert left <= 0.4 * before
+    # A node more would be too much: of the larger layer it costs less than a tenth.
+    assert left > 0.3 * before
+    assert all(stage.assigned > 0 for stage in pruning.stages if stage.leaving)
+    pruning.undo()
+    assert torch.equal(model(x), expected)
+    # An int is an absolute number.
+    gn.prune(model, [x], **{cost: int(0.7 * before)}, multiple=4, repair=False)
+    assert getattr(net.count(), cost) <= 0.7 * before
+    assert model[0].weight.shape[0] % 4 == model[2].weight.shape[0] % 4 == 0
+
+
+def test_a_net_is_pruned_down_to_its_parameters():
+    net, _ = trained_net()
+    before = net.count().parameters
+    gn.prune(net, [rows()], parameters=0.5)
+    assert 0.4 * before < net.count().parameters <= 0.5 * before
+
+
+def test_a_budget_that_cannot_be_reached_changes_nothing():
+    net, _ = trained_net()
+    with pytest.raises(gn.errors.EditError):
+        gn.prune(net, [rows()], parameters=0.1, keep=0.5)
+    assert net.version == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"by": "magnitude", "scope": "child"},
+        {"scope": "model", "shares_by": "magnitude"},
+    ],
+)
+def test_a_budget_limits_the_relations_of_the_whole_call(settings):
+    net, _ = trained_net()
+    pruning = gn.prune(net, [rows()], relations=0.5, budget=Budget(edits=100), **settings)
+    assert sum(leaving(pruning)) == 100
+    assert net.count().relations == 540
+    if not settings:
+        # in proportion to 96, 192 and 32
+        assert leaving(pruning) == [30, 60, 10]
+    net, _ = trained_net()
+    gn.prune(net, [rows()], relations=0.9, budget=Budget(parents=3, children=1), **settings)
+    for transition in net.transitions:
+        assert int(transition.topology.fan_in().min()) >= 3
+        assert int(transition.topology.degrees.min()) >= 1
+
+
+def test_a_budget_holds_for_a_criterion_that_does_not_know_it():
+    net, _ = trained_net()
+    gn.prune(net, [rows()], relations=0.9, by=Amplified(), budget=Budget(parents=3))
+    for transition in net.transitions:
+        assert int(transition.topology.fan_in().min()) >= 3
+
+
+@pytest.mark.parametrize("scope", ["transition", "model"])
+def test_whole_tiles_leave_and_the_rest_is_repaired(scope):
+    errors = {}
+    for repair in (False, True):
+        net, _ = trained_net((32, 64, 48, 16))
+        x = rows(width=32)
+        expected = net(x).detach()
+        settings = {"by": "magnitude", "scope": scope, "tile": 16}
+        pruning = gn.prune(net, [x], relations=0.5, **settings, repair=repair)
+        assert 0.4 < sum(leaving(pruning)) / (32 * 64 + 64 * 48 + 48 * 16) < 0.6
+        assert all(count % 256 == 0 for count in leaving(pruning))
+        net.execution.use("tiles")
+        assert all(row["tile"] for row in net.execution.describe())
+        errors[repair] = error(net, expected, x)
+    assert errors[True] < 0.8 * errors[False]
+
+
+def test_a_pattern_takes_a_budget():
+    net, _ = trained_net()
+    pruning = gn.prune(net, [rows()], pattern=(2, 4), by="magnitude", budget=Budget(edits=50))
+    assert sum(leaving(pruning)) == 50
+
+
+NEW_SETTINGS = [
+    {"nodes": 0.6, "scope": "model", "shares_by": "norm"},
+    {"relations": 0.5, "scope": "model", "by": "magnitude"},
+    {"parameters": 0.5, "keep": 2},
+    {"relations": 0.5, "budget": Budget(edits=150)},
+]
+
+
+@pytest.mark.parametrize("settings", NEW_SETTINGS)
+def test_undo_and_preview_give_everything_back_with_shares(settings):
+    net, optimizer = trained_net()
+    x = rows()
+    before = net(x).detach()
+    bits = {name: value.clone() for name, value in net.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    shown = gn.prune(net, [x], **settings, preview=True)
+    assert torch.equal(net(x), before)
+    pruning = gn.prune(net, [x], **settings)
+    assert leaving(pruning) == leaving(shown)
+    assert not torch.equal(net(x), before)
+    pruning.undo()
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, bits[name])
+    for key, kept in state["state"].items():
+        for name, value in kept.items():
+            assert torch.equal(optimizer.state_dict()["state"][key][name], value)
+
+
+class InterruptedAt(list):
+    """Batches that raise when they are run for the n-th time."""
+
+    def __init__(self, batches, number):
+        super().__init__(batches)
+        self.left = number
+
+    def __iter__(self):
+        self.left -= 1
+        if self.left == 0:
+            raise Stop
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("settings", NEW_SETTINGS)
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_run_that_resumes_goes_by_the_shares_of_the_first(tmp_path, settings, is_loaded):
+    x = rows()
+    whole, _ = uneven_net()
+    stages = [stage for stage in gn.prune(whole, [x], **settings).stages if stage.leaving]
+    for passes in (1, 2):
+        net, _ = uneven_net()
+        with pytest.raises(Stop):
+            gn.prune(net, InterruptedAt([x], passes), **settings)
+        if is_loaded:
+            gn.save(tmp_path / "net.safetensors", net, undo=True)
+            net = gn.load(tmp_path / "net.safetensors")
+        pruning = gn.prune(net, [x], **settings, resume=True)
+        found = [stage for stage in pruning.stages if stage.leaving]
+        assert [stage[:3] for stage in found] == [stage[:3] for stage in stages]
+        assert torch.equal(net(x), whole(x))
+
+
+def test_shares_that_were_decided_anew_would_be_others():
+    """A control for the test above: ranked again, the pruned net loses others."""
+    net, _ = uneven_net()
+    settings = {"relations": 0.5, "scope": "model", "by": "magnitude"}
+    first = leaving(gn.prune(net, [rows()], **settings))
+    second = leaving(gn.prune(net, [rows()], **settings))
+    shares = [[round(count / sum(found), 2) for count in found] for found in (first, second)]
+    assert shares[0] != shares[1]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"scope": "transition"},
+        {"scope": "model", "compare": "mean"},
+        {"scope": "model", "keep": 3},
+        {"scope": "model", "shares_by": "random"},
+        {"scope": "model", "budget": Budget(edits=10)},
+    ],
+)
+def test_resume_refuses_other_scopes_limits_and_budgets(other):
+    net, _ = trained_net()
+    gn.prune(net, [rows()], relations=0.5, by="magnitude", scope="model")
+    version = net.version
+    with pytest.raises(gn.errors.EditError):
+        gn.prune(net, [rows()], relations=0.5, by="magnitude", **other, resume=True)
+    assert net.version == version
+    # the same settings in other words
+    settings = {"by": Magnitude(), "scope": "model", "keep": 0, "budget": Budget()}
+    gn.prune(net, [rows()], relations=0.5, **settings, resume=True)
+    assert net.version == version
+
+
+def test_nets_of_a_model_are_ranked_each_and_share_a_budget():
+    torch.manual_seed(0)
+    model = nn.Sequential(gn.GrapNet([8, 12, 8]), nn.ReLU(), gn.GrapNet([8, 16, 4]))
+    expected = model(rows()).detach()
+    settings = {"scope": "model", "by": "magnitude", "budget": Budget(edits=90)}
+    pruning = gn.prune(model, [rows()], relations=0.5, **settings)
+    assert sum(leaving(pruning)) == 90
+    # 192 relations each
+    assert sum(leaving(pruning)[:2]) == 45
+    pruning.undo()
+    assert torch.equal(model(rows()), expected)
+
+
+def test_criteria_that_need_gradients_rank_all_layers():
+    net, _ = uneven_net()
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    pruning = gn.prune(net, [rows()], nodes=0.35, by="taylor", scope="model", loss=loss)
+    assert sum(leaving(pruning)) == 14
+    assert leaving(pruning)[0] > 8
+    net, _ = uneven_net()
+    with pytest.raises(gn.errors.EditError):
+        gn.prune(net, [rows()], nodes=0.35, by="taylor", scope="model")
+    assert net.version == 0
+
+
+def test_relations_of_an_adopted_model_are_ranked_together():
+    x = torch.randn(64, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    model = conv_model()
+    expected = model(x).detach()
+    net = gn.adopt(model, x[:1])
+    relations = net.relations("0") | net.relations("2") | net.relations("5")
+    weak = relations.smallest(fraction=0.5, key=lamp_scores(relations))
+    counts = [len(weak & net.relations(name)) for name in ("0", "2", "5")]
+    assert [2 * count for count in counts] != [len(net.relations(name)) for name in ("0", "2", "5")]
+    settings = {"scope": "model", "by": "magnitude"}
+    pruning = gn.prune(net, [x], relations=0.5, **settings)
+    assert leaving(pruning) == counts
+    pruning.undo()
+    assert torch.equal(model(x), expected)
+    gn.prune(net, [x], relations=0.9, keep=40, budget=Budget(children=1), **settings)
+    assert min(len(net.relations(name)) for name in ("0", "2", "5")) >= 40

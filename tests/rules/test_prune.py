@@ -255,3 +255,15 @@ def test_gradual_pruning_reaches_its_sparsity_in_the_steps_it_is_given(
         counts.append(net.count().relations)
     assert counts[-1] == 480 * 0.2
     assert counts[int(0.75 * steps)] == counts[-1] < counts[start + every] < counts[0]
+
+
+def test_gradual_pruning_ranks_in_the_scope_that_it_is_given() -> None:
+    for scope in ("owner", "transition"):
+        net = gn.GrapNet([8, 12, 6])
+        manager = RuleManager()
+        manager.add(gradual_pruning(40, 0.5, every=10, scope=scope))
+        for step in range(40):
+            manager.apply(net, step)
+        assert [t.size for t in net.transitions] == [48, 36]
+        degrees = torch.cat([t.topology.degrees for t in net.transitions]).unique()
+        assert (len(degrees) == 2) == (scope == "owner")

@@ -156,6 +156,41 @@ def test_rewiring_moves_whole_tiles_and_keeps_their_number(grow: str) -> None:
                 assert strength[dropped & inner].max() <= strength[stays].min()
 
 
+@pytest.mark.parametrize("grow", ["random", "gradient"])
+def test_transitions_trade_tiles_in_the_scope_model(grow: str) -> None:
+    for scope in ("model", "transition"):
+        net = tiled(sizes=[64, 96, 48])
+        for t, scale in ((0, 0.01), (1, 10.0)):
+            relations = net.layers[t].outgoing()
+            relations.weights = scale * relations.weights.detach()
+        before = [strengths(net, t) for t in range(2)]
+        sizes = [transition.size for transition in net.transitions]
+        rule = Rewire(fraction=0.25, grow=grow, tile=16, scope=scope, compare="score")
+        evidence = seen_evidence(net, rule, torch.randn(16, 64, dtype=torch.float64))
+        with net.edit(generator=torch.Generator().manual_seed(0)) as edit:
+            rule(net, edit, RuleContext(evidence=evidence))
+        require_tiles(net)
+        assert net.count().relations == sum(sizes)
+        dropped = [int((~s.isnan() & ~present(net, t)).sum()) for t, s in enumerate(before)]
+        grown = [int((s.isnan() & present(net, t)).sum()) for t, s in enumerate(before)]
+        n_tiles = [size // 256 for size in sizes]
+        if scope == "transition":
+            assert dropped == grown == [round(0.25 * count) for count in n_tiles]
+            continue
+        count = round(0.25 * sum(n_tiles))
+        # all of them are small
+        assert dropped == [count, 0]
+        if grow == "random":
+            assert grown[1] > 0
+            continue
+        absent = []
+        for t, strength in enumerate(before):
+            gradients = evidence[f"gradients of transition {t}"].of_tiles(16)
+            absent += [(score, t) for score in gradients[strength.isnan()].tolist()]
+        best = [t for _, t in sorted(absent, reverse=True)[:count]]
+        assert grown == [best.count(0), best.count(1)]
+
+
 def test_gradient_growth_takes_the_tiles_with_the_largest_gradients() -> None:
     net = tiled(sizes=[64, 96, 32])
     rule = Rewire(fraction=0.5, grow="gradient", tile=16)
@@ -268,3 +303,33 @@ def test_an_adopted_model_is_pruned_and_rewired_in_tiles() -> None:
     assert commit is not None
     assert len(net.relations("2")) == size
     assert before == set(weight.topology.child.tolist())
+
+
+def test_every_transition_keeps_a_tile_in_the_scope_model() -> None:
+    net = tiled(sizes=[64, 96, 48])
+    before = net.count().relations
+    with net.edit(generator=torch.Generator().manual_seed(0)) as edit:
+        Rewire(fraction=1.0, tile=16, scope="model", compare="score")(net, edit, RuleContext())
+        stays = net.select().outgoing() - edit.cuts
+        assert set(net.layers[0].uid.tolist()) & set(stays.parents.tolist())
+        assert set(net.layers[1].uid.tolist()) & set(stays.parents.tolist())
+    require_tiles(net)
+    assert net.count().relations == before
+
+
+def test_a_budget_counts_what_the_edit_has_cut_already() -> None:
+    net = tiled(0.6, sizes=[64, 96, 48])
+    before = net.transitions[1].topology.fan_in()
+    with net.edit(generator=torch.Generator().manual_seed(0)) as edit:
+        PruneWeakest(0.2, transitions=1, tile=16)(net, edit, RuleContext())
+        first = len(edit.cuts)
+        rule = Rewire(transitions=1, fraction=1.0, tile=16)
+        rule(net, edit, RuleContext(budget=Budget(parents=16)))
+        gone = edit.cuts
+        assert len(gone) > first > 0
+        rows = net.layers[2].rows(gone.children).long()
+        left = before - torch.bincount(rows, minlength=48)
+        assert int(left.min()) >= 16
+        # all that can be spared has left
+        assert int(left.max()) < int(before.min())
+    require_tiles(net)

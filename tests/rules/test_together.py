@@ -20,9 +20,9 @@ from grapnet.rules import (
 )
 
 REWIRES = [
-    Rewire(grow=grow, fan_in=fan_in)
+    Rewire(grow=grow, scope=scope)
     for grow in ("random", "gradient")
-    for fan_in in ("free", "constant")
+    for scope in ("transition", "child", "owner", "model")
 ]
 COPIES = GrowWidth(1, 3, "net2net")
 
@@ -87,7 +87,7 @@ def test_an_edit_shows_what_it_was_asked_to_connect_and_remove() -> None:
 @pytest.mark.parametrize("missing", [_native.missing, "the compiled kernels are not installed"])
 @pytest.mark.parametrize("second", REWIRES)
 @pytest.mark.parametrize(
-    "first", [REWIRES[0], REWIRES[3], SplitIntoFamilies(1, 2, fill=True), COPIES, remove_two]
+    "first", [REWIRES[0], REWIRES[5], SplitIntoFamilies(1, 2, fill=True), COPIES, remove_two]
 )
 def test_rewire_leaves_alone_what_is_taken_and_grows_as_many_as_it_drops(
     first: Any, second: Rewire, missing: str, monkeypatch: pytest.MonkeyPatch

@@ -270,14 +270,14 @@ def plain_type(model: nn.Module) -> type:
     return getattr(type(model), "_grapnet_plain", type(model))
 
 
-@pytest.mark.parametrize("fan_in", ["free", "constant"])
-def test_rigl_grows_what_has_the_largest_gradients(found: Subject, fan_in: Any) -> None:
+@pytest.mark.parametrize("scope", ["transition", "child", "owner", "model"])
+def test_rigl_grows_what_has_the_largest_gradients(found: Subject, scope: Any) -> None:
     with found.net.edit() as edit:
         edit.cut(every_relation(found).random(fraction=0.5, generator=torch.Generator()))
     found.step()
     count = len(found.net.transitions)
     marks = [related(found, t) for t in range(count)]
-    manager = managed(Rewire(fraction=0.3, grow="gradient", fan_in=fan_in))
+    manager = managed(Rewire(fraction=0.3, grow="gradient", scope=scope))
     manager.start(found.net)
     gradients = dense_gradients(found)
     before = states(found)
@@ -287,21 +287,36 @@ def test_rigl_grows_what_has_the_largest_gradients(found: Subject, fan_in: Any) 
         loss_of(found.model, found.case).backward()
     found.model.eval()
     manager.apply(found.net, 0)
+    sizes = []
+    least = torch.inf
+    most = 0.0
     for t, weight in enumerate(found.net.transitions):
         norms = norms_by_hand(found, t, gradients[weight.name])
         present = related(found, t)
         grown = present & ~marks[t]
         left = ~present & ~marks[t]
-        assert int(grown.sum()) == int((marks[t] & ~present).sum()) > 0
-        if fan_in == "free":
+        sizes.append((int(grown.sum()), int((marks[t] & ~present).sum())))
+        least = min([least, *norms[grown].tolist()])
+        most = max([most, *norms[left].tolist()])
+        if scope == "model":
+            continue
+        assert sizes[-1][0] == sizes[-1][1] > 0
+        if scope == "transition":
             assert norms[grown].min() >= norms[left].max() * (1 - 1e-9)
-        else:
-            assert torch.equal(present.sum(0), marks[t].sum(0))
-            for child in range(weight.n_children):
-                mine = norms[:, child]
-                if grown[:, child].any() and left[:, child].any():
-                    least = mine[grown[:, child]].min()
-                    assert least >= mine[left[:, child]].max() * (1 - 1e-9)
+            continue
+        by_node = 0 if scope == "child" else 1
+        assert torch.equal(present.sum(by_node), marks[t].sum(by_node))
+        for node in range(norms.shape[1 - by_node]):
+            mine = norms.select(1 - by_node, node)
+            own = grown.select(1 - by_node, node)
+            others = left.select(1 - by_node, node)
+            if own.any() and others.any():
+                assert mine[own].min() >= mine[others].max() * (1 - 1e-9)
+    if scope == "model":
+        # Transitions trade relations, and the largest of all were grown.
+        assert sum(grown for grown, _ in sizes) == sum(dropped for _, dropped in sizes) > 0
+        assert any(grown != dropped for grown, dropped in sizes)
+        assert least >= most * (1 - 1e-9)
     # Relations that stay keep their state; grown ones start without.
     after = states(found)
     for t, weight in enumerate(found.net.transitions):
