@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.rules import MeanActivation, NodeNorm
+from grapnet.rules import MeanActivation, NodeNorm, PruneWeakest
 
 from . import learning
 from .data import Images, downsample, fashion_images, normalise
@@ -132,15 +132,8 @@ def _pruned(
     if kind == "nodes":
         is_repaired = bool(repaired) or name in ("subset", "elimination")
         return gn.prune(net, [rows], nodes=share, by=by, repair=is_repaired, generator=generator)
-    return gn.prune(
-        net,
-        [rows],
-        relations=share,
-        by=by,
-        repair=bool(repaired),
-        transitions=(0, 1),
-        generator=generator,
-    )
+    rule = PruneWeakest(share, by=by, transitions=(0, 1))
+    return gn.prune(net, [rows], relations=rule, repair=bool(repaired), generator=generator)
 
 
 def _trained_on(

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ from ._obs import matrix_recorders
 from ._prune import PruneWeakest
 from ._repair import gram_recorders
 from ._repair import repair as repair_readers
-from ._rule import Layers, RuleContext, Transitions, nets_of
-from ._scopes import Comparison, Scope
+from ._rule import RuleContext, nets_of
 
 # What commits of one run have in common in the journal.
 REMARK = "gn.prune"
@@ -122,23 +121,12 @@ def prune(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    nodes: float | None = None,
-    relations: float | None = None,
-    pattern: tuple[int, int] | None = None,
-    parameters: float | None = None,
-    macs: float | None = None,
-    latency: float | None = None,
+    nodes: float | PruneNodes | None = None,
+    relations: float | PruneWeakest | None = None,
     by: Any = None,
-    scope: Scope | Literal["space"] | None = None,
-    compare: Comparison | None = None,
     shares_by: Any = None,
-    keep: float | None = None,
     budget: Budget | None = None,
     repair: bool = True,
-    spaces: Layers | None = None,
-    transitions: Transitions | None = None,
-    multiple: int = 1,
-    tile: int | None = None,
     rows: int | None = None,
     most_cells: int | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -167,35 +155,19 @@ def prune(
             data ranks all layers: a list, or a DataLoader with an order of its own, but no
             iterator. A batch is a tensor; a tuple or list, of which the first entry is passed; a
             dict, which is passed by name; or an `Example`.
-        nodes: the share of the nodes to remove; or
-        relations: the share of the relations to cut; or
-        pattern: (n, m): keep n of m successive parents of every child, such as (2, 4); or
-        parameters: the budget in Parameters that nodes are removed down to; or
-        macs: the budget in multiply-adds; or
-        latency: the budget in seconds of a forward pass; all three as for `PruneNodes`. A net with
-            absent relations comes near to it, as its costs depend on which nodes the stages choose.
-        by: the criterion, as for `PruneNodes` or `PruneWeakest`; by default "elimination" for nodes
-            and "alternating" for relations.
-        scope: what loses the share, as for `PruneNodes` or `PruneWeakest`: by default each "space"
-            of nodes, and each "transition" of relations or, by Wanda, each "child". With "model"
-            all layers of a net are ranked together, once and before the first stage, on the model
-            as it is; then each stage removes what falls to its layer.
-        compare: how scores of different layers compare in the scope "model".
-        shares_by: the criterion that ranks all layers together in the scope "model"; `by` if it is
-            None. The errors that "elimination", "alternating" and "obs" look at are those of one
-            layer: with them, name another one, such as "norm" or "magnitude".
-        keep: how many nodes of each layer, or relations of each transition, stay at least, as an
-            int, or which share, as a float, as for `PruneNodes` and `PruneWeakest`. By default one
-            node, and no relation.
+        nodes: the share of the nodes of each layer or space to remove, or a `PruneNodes` with all
+            its settings, such as `PruneNodes(macs=0.5, multiple=8)`; or
+        relations: the share of the relations of each transition to cut, or a `PruneWeakest` with
+            all its settings, such as `PruneWeakest(pattern=(2, 4), by="wanda")`.
+        by: the criterion of a share, as for `PruneNodes` or `PruneWeakest`; "elimination" for nodes
+            and "alternating" for relations by default. A rule has its own.
+        shares_by: the criterion that ranks all layers together in a rule's scope "model"; that of
+            the rule if it is None. The errors that "elimination", "alternating" and "obs" look at
+            are those of one layer: beside them, name another one, such as "norm" or "magnitude".
         budget: the limits of the whole call, for relations: `edits` in all, which transitions share
             in proportion to what they would lose, and the `parents` and `children` that nodes keep.
         repair: whether the relations and biases that stay make up for what leaves. Where the
             criterion assigns weights or biases itself, nothing else is assigned.
-        spaces: which layers or spaces lose nodes; as for `PruneNodes`.
-        transitions: which transitions lose relations; as for `PruneWeakest`.
-        multiple: sizes of tensors stay multiples of this; for nodes.
-        tile: cuts whole tiles, as for `PruneWeakest`; for relations, by a criterion that scores
-            them one by one.
         rows: how many rows of a pass are recorded for the repair, evenly spaced; all by default.
         most_cells: how many numbers, of 8 bytes each, the statistics of one reader may have; 2**27
             for the repair by default. If two Gram matrices have more, no rows are held out; if one
@@ -228,64 +200,23 @@ def prune(
         >>> net.sizes
         [8, 32, 16, 4]
     """
-    costs = {"parameters": parameters, "macs": macs, "latency": latency}
-    amounts = {"nodes": nodes, "relations": relations, "pattern": pattern, **costs}
-    asked = [name for name, amount in amounts.items() if amount is not None]
-    if len(asked) != 1:
-        raise EditError(
-            f"say how much to prune, by one of {', '.join(f'{name}=' for name in amounts)}; got"
-            f" {', '.join(asked) or 'none'}"
-        )
-    of_nodes = relations is None and pattern is None
-    of_relations = (transitions, budget, tile)
-    if of_nodes and any(setting is not None for setting in of_relations):
-        raise EditError(
-            f"{asked[0]}= takes spaces= and multiple=; transitions=, budget= and tile= go with"
-            " relations= or pattern="
-        )
-    if not of_nodes and (spaces is not None or multiple != 1):
-        raise EditError(
-            "relations= and pattern= take transitions=; spaces= and multiple= are for nodes"
-        )
-    if shares_by is not None and scope != "model":
+    rule = _rule(nodes, relations, by)
+    is_ranked = rule.scope == "model"
+    if shares_by is not None and not is_ranked:
         raise EditError('shares_by= ranks all layers together and goes with scope="model"')
+    if budget is not None and isinstance(rule, PruneNodes):
+        raise EditError("budget= limits relations; PruneNodes has budgets of its own for nodes")
     if preview and resume:
         raise EditError("a preview does not resume: its end would undo the stages before it, too")
-    rule: Any
-    if of_nodes:
-        within: Any = scope or "space"
-        rule = PruneNodes(
-            fraction=nodes,
-            parameters=parameters,
-            macs=macs,
-            latency=latency,
-            by="elimination" if by is None else by,
-            scope=within,
-            compare=compare,
-            spaces=spaces,
-            multiple=multiple,
-            keep=1 if keep is None else keep,
-        )
-        steps_of: Any = _node_steps
-    else:
-        among: Any = scope
-        rule = PruneWeakest(
-            fraction=relations,
-            pattern=pattern,
-            by="alternating" if by is None else by,
-            scope=among,
-            compare=compare,
-            transitions=transitions,
-            keep=0 if keep is None else keep,
-            tile=tile,
-        )
-        steps_of = _relation_steps
-    ranking = _ranking(rule, scope, shares_by)
+    ranking = _ranking(rule, shares_by)
     budget = budget or Budget()
     model, nets = _model_and_nets(model, batches, optimizer)
     steps: list[_Step] = []
     for name, net in nets.items():
-        steps += steps_of(name, net, rule)
+        if isinstance(rule, PruneNodes):
+            steps += _node_steps(name, net, rule)
+        else:
+            steps += _relation_steps(name, net, rule)
     undo_bytes = sum(_bytes(net) for net in nets.values())
     if most_undo_bytes is not None and undo_bytes > most_undo_bytes:
         raise GrapNetError(
@@ -302,8 +233,8 @@ def prune(
         # What cannot be recorded is refused before anything changes.
         run.recorders(step)
     done = run.earlier(pruning) if resume else {}
-    is_shared = scope == "model" or any(cost is not None for cost in costs.values())
-    if run.shares is None and (is_shared or budget.edits is not None):
+    is_shared = is_ranked or budget.edits is not None or _has_cost(rule)
+    if run.shares is None and is_shared:
         run.shares = run.decided(ranking, steps)
     pruning.before = run.score(probe)
     for net in nets.values():
@@ -343,7 +274,6 @@ class _Step(NamedTuple):
     present: int
     layer: int | None  # whose nodes leave
     transition: int | None  # whose relations leave
-
     is_shared: bool  # whether its fraction is what was decided for all layers together
 
 
@@ -370,14 +300,35 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def _ranking(rule: Any, scope: str | None, shares_by: Any) -> Any:
+def _rule(nodes: Any, relations: Any, by: Any) -> PruneNodes | PruneWeakest:
+    """Returns the rule for the whole model."""
+    if (nodes is None) == (relations is None):
+        raise EditError("say how much to prune, by one of nodes= and relations=")
+    for rule in (nodes, relations):
+        if isinstance(rule, PruneNodes | PruneWeakest):
+            if by is not None:
+                raise EditError(f"a {type(rule).__name__} has its own by=; set it there")
+            if isinstance(rule, PruneNodes) != (rule is nodes):
+                raise EditError("nodes= takes a PruneNodes, and relations= a PruneWeakest")
+            return rule
+    if nodes is not None:
+        return PruneNodes(fraction=nodes, by="elimination" if by is None else by, keep=1)
+    return PruneWeakest(fraction=relations, by="alternating" if by is None else by)
+
+
+def _has_cost(rule: PruneNodes | PruneWeakest) -> bool:
+    """Returns whether a rule prunes down to what a whole model costs."""
+    return isinstance(rule, PruneNodes) and rule.fraction is None
+
+
+def _ranking(rule: Any, shares_by: Any) -> Any:
     """Returns the rule that decides how much leaves of each layer.
 
     Raises:
         EditError: its criterion does not compare layers.
     """
     of_nodes = isinstance(rule, PruneNodes)
-    if scope != "model":
+    if rule.scope != "model":
         # How much leaves does not depend on the scores then, and these need no data.
         if of_nodes:
             return replace(rule, by="norm")
@@ -397,7 +348,7 @@ def _ranking(rule: Any, scope: str | None, shares_by: Any) -> Any:
 
 def _node_steps(name: str, net: Graph, rule: PruneNodes) -> list[_Step]:
     found = []
-    if rule.fraction is None:
+    if _has_cost(rule):
         # What each layer loses of a budget is decided before the stages.
         rule = replace(rule, fraction=0.0, parameters=None, macs=None, latency=None)
     for layer in rule._chosen(net):
@@ -414,6 +365,9 @@ def _relation_steps(name: str, net: Graph, rule: PruneWeakest) -> list[_Step]:
         transition: Any = net.transitions[t]
         label = _label(name, getattr(transition, "name", f"transition {t}"))
         is_shared = rule.scope == "model"
+        if is_shared:
+            # What each transition loses of the whole is decided before the stages.
+            own = replace(own, fraction=0.0, sparsity=None)
         found.append(_Step(label, name, net, own, transition.size, None, t, is_shared))
     return found
 

@@ -23,6 +23,7 @@ from torch.optim import Adam, Optimizer
 
 import grapnet as gn
 from grapnet.following._distributed import Distributed
+from grapnet.rules import PruneWeakest
 from tests.core.worlds import plain
 from tests.following.program import PROGRAM, SIZES, add, connect, cut, freeze, make, perform
 from tests.test_documents import python_blocks
@@ -456,7 +457,7 @@ def pruned_and_repaired(rank: int) -> dict[str, Any]:
 
     step(0)
     look()
-    ranked = {"relations": 0.5, "scope": "model", "by": "magnitude"}
+    ranked = {"relations": PruneWeakest(0.5, scope="model")}
     for share in ({"nodes": 0.5}, {"relations": 0.5}, ranked):
         before = host(examples)
         if rank == 0:

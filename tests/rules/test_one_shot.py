@@ -14,9 +14,24 @@ from grapnet.rules import (
     Elimination,
     Magnitude,
     NodeNorm,
+    PruneNodes,
+    PruneWeakest,
     Random,
     lamp_scores,
 )
+
+# what belongs to the call and not to its rule
+OF_THE_CALL = {"shares_by", "budget", "loss", "repair"}
+
+
+def arranged(*, nodes=None, relations=None, **settings):
+    """Returns the arguments of gn.prune for a rule with these settings."""
+    found = {name: value for name, value in settings.items() if name in OF_THE_CALL}
+    own = {name: value for name, value in settings.items() if name not in OF_THE_CALL}
+    if nodes is not None or {"macs", "parameters"} & set(own):
+        rule = PruneNodes(nodes, **({"by": "elimination", "keep": 1} | own))
+        return found | {"nodes": rule}
+    return found | {"relations": PruneWeakest(relations, **({"by": "alternating"} | own))}
 
 
 def rows(count=256, width=8, seed=0):
@@ -70,7 +85,8 @@ def test_relations_leave_every_transition_and_those_that_stay_are_assigned(by):
         x = rows()
         expected = net(x).detach()
         before = [t.size for t in net.transitions]
-        gn.prune(net, [x], relations=0.75, by=name, repair=False, transitions=(0, 1))
+        rule = PruneWeakest(0.75, by=name, transitions=(0, 1))
+        gn.prune(net, [x], relations=rule, repair=False)
         after = [t.size for t in net.transitions]
         assert after == [before[0] // 4, before[1] // 4, before[2]]
         errors[name] = error(net, expected, x)
@@ -90,7 +106,7 @@ def test_magnitude_with_repair_is_better_than_without():
 
 def test_a_pattern_keeps_two_of_four():
     net, _ = trained_net()
-    gn.prune(net, [rows()], pattern=(2, 4), by="wanda")
+    gn.prune(net, [rows()], relations=PruneWeakest(pattern=(2, 4), by="wanda"))
     for transition in net.transitions:
         dense = torch.zeros(transition.n_children, transition.topology.n_parents)
         dense[transition.child.long(), transition.topology.parents().long()] = 1
@@ -103,13 +119,13 @@ def test_each_layer_sees_the_layers_before_it_pruned():
     other = copy.deepcopy(net)
     x = rows()
     gn.prune(net, [x], nodes=0.5)
-    gn.prune(other, [x], nodes=0.5, spaces=1)
-    gn.prune(other, [x], nodes=0.5, spaces=2)
+    gn.prune(other, [x], **arranged(nodes=0.5, spaces=1))
+    gn.prune(other, [x], **arranged(nodes=0.5, spaces=2))
     assert torch.equal(net(x), other(x))
     # The other way round it sees other rows.
     third, _ = trained_net()
-    gn.prune(third, [x], nodes=0.5, spaces=2)
-    gn.prune(third, [x], nodes=0.5, spaces=1)
+    gn.prune(third, [x], **arranged(nodes=0.5, spaces=2))
+    gn.prune(third, [x], **arranged(nodes=0.5, spaces=1))
     assert not torch.allclose(net(x), third(x))
 
 
@@ -186,40 +202,27 @@ def test_an_error_names_what_is_pruned_already():
 
 def test_dead_outputs_are_refused_unless_allowed():
     net, _ = trained_net((8, 6, 4))
+    rule = PruneWeakest(0.99, transitions=1)
     with pytest.raises(gn.errors.EditError):
-        gn.prune(net, [rows()], relations=0.99, by="magnitude", transitions=1, repair=False)
+        gn.prune(net, [rows()], relations=rule, repair=False)
     assert net.version == 0
-    gn.prune(
-        net,
-        [rows()],
-        relations=0.99,
-        by="magnitude",
-        transitions=1,
-        repair=False,
-        allow_dead=True,
-    )
+    gn.prune(net, [rows()], relations=rule, repair=False, allow_dead=True)
     assert net.version == 1
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"nodes": 0.5, "transitions": [0]},
-        {"relations": 0.5, "spaces": [1]},
-        {"relations": 0.5, "multiple": 8},
-        {"macs": 0.5, "transitions": [0]},
+        {"nodes": PruneWeakest(0.5)},
+        {"relations": PruneNodes(0.5)},
+        {"nodes": PruneNodes(0.5), "by": "norm"},
+        {"relations": PruneWeakest(0.5), "by": "random"},
         {"nodes": 0.5, "budget": Budget(edits=10)},
-        {"nodes": 0.5, "scope": "transition"},
-        {"relations": 0.5, "scope": "space"},
-        {"pattern": (2, 4), "scope": "model", "shares_by": "magnitude"},
         {"nodes": 0.5, "shares_by": "norm"},
-        {"nodes": 0.5, "keep": -1},
-        {"nodes": 0.5, "tile": 16},
-        {"relations": 0.5, "tile": 16},
-        {"relations": 0.5, "keep": 1.5},
+        {"relations": PruneWeakest(pattern=(2, 4)), "shares_by": "magnitude"},
     ],
 )
-def test_settings_of_the_other_kind_are_refused(settings):
+def test_settings_that_do_not_belong_together_are_refused(settings):
     net, _ = trained_net()
     with pytest.raises(gn.errors.EditError):
         gn.prune(net, [rows()], **settings)
@@ -311,12 +314,14 @@ def test_resume_prunes_a_net_that_only_an_earlier_run_has_come_to():
 def test_resume_refuses_other_settings_and_other_commits():
     net, _ = trained_net()
     x = rows()
-    gn.prune(net, [x], nodes=0.5, spaces=1)
+    first = arranged(nodes=0.5, spaces=1)
+    gn.prune(net, [x], **first)
     version = net.version
     with pytest.raises(gn.errors.EditError):
         gn.prune(net, [x], nodes=0.5, by="norm", resume=True)
     # the same settings in other words
-    assert len(gn.prune(net, [x], nodes=0.5, by=Elimination(), spaces=1, resume=True).stages) == 1
+    same = arranged(nodes=0.5, by=Elimination(), spaces=[1])
+    assert len(gn.prune(net, [x], **same, resume=True).stages) == 1
     assert net.version == version
     net.undo()
     with pytest.raises(gn.errors.EditError):
@@ -326,8 +331,8 @@ def test_resume_refuses_other_settings_and_other_commits():
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ({"nodes": 0.5, "spaces": [1]}, {"nodes": 0.5, "spaces": [2]}),
-        ({"relations": 0.5, "transitions": [0]}, {"relations": 0.5, "transitions": [0, 1]}),
+        (arranged(nodes=0.5, spaces=[1]), arranged(nodes=0.5, spaces=[2])),
+        (arranged(relations=0.5, transitions=[0]), arranged(relations=0.5, transitions=[0, 1])),
     ],
 )
 def test_resume_refuses_other_parts_of_the_net(first, second):
@@ -450,7 +455,7 @@ class IntoBiases:
 def test_biases_that_an_own_criterion_assigns_are_not_repaired():
     net, _ = trained_net()
     kept = net.layers[1][12:].outgoing().weights.detach()
-    gn.prune(net, [rows()], nodes=0.5, by=IntoBiases(), spaces=1)
+    gn.prune(net, [rows()], nodes=PruneNodes(0.5, by=IntoBiases(), spaces=1))
     assert net.sizes == [8, 12, 16, 4]
     assert torch.equal(net.layers[1].outgoing().weights, kept)
     assert torch.equal(net.layers[2].biases, torch.ones(16))
@@ -645,7 +650,7 @@ def leaving(pruning):
 def test_the_scope_model_takes_nodes_where_they_are_weakest(settings, expected):
     """A share of 0.35 of the 40 nodes are 14, and those of layer 1 are the weakest of all."""
     net, _ = uneven_net()
-    pruning = gn.prune(net, [rows()], nodes=0.35, **settings)
+    pruning = gn.prune(net, [rows()], **arranged(nodes=0.35, **settings))
     assert leaving(pruning) == expected
     assert net.sizes == [8, 24 - expected[0], 16 - expected[1], 4]
 
@@ -666,14 +671,15 @@ def test_the_scope_model_ranks_all_relations_before_the_first_stage(settings):
     expected = [int(torch.isin(weakest.parents, uids).sum()) for uids in layers]
     assert expected != [t.size // 2 for t in net.transitions]
     each = copy.deepcopy(net)
-    assert leaving(gn.prune(net, [rows()], relations=0.5, scope="model", **settings)) == expected
+    ranked = arranged(relations=0.5, scope="model", **settings)
+    assert leaving(gn.prune(net, [rows()], **ranked)) == expected
     sizes = [t.size for t in each.transitions]
     assert leaving(gn.prune(each, [rows()], relations=0.5)) == [size // 2 for size in sizes]
 
 
 def test_owners_lose_the_same_share():
     net, _ = trained_net()
-    gn.prune(net, [rows()], relations=0.5, by="magnitude", scope="owner")
+    gn.prune(net, [rows()], relations=PruneWeakest(0.5, scope="owner"))
     assert [t.topology.degrees.unique().tolist() for t in net.transitions] == [[12], [8], [2]]
 
 
@@ -697,34 +703,36 @@ class Unread(list):
 def test_a_criterion_of_one_layer_does_not_rank_all_of_them(settings):
     net, _ = trained_net()
     with pytest.raises(gn.errors.EditError, match="shares_by"):
-        gn.prune(net, Unread([rows()]), scope="model", **settings)
+        gn.prune(net, Unread([rows()]), **arranged(scope="model", **settings))
     assert net.version == 0
     model = conv_model()
     with pytest.raises(gn.errors.EditError):
-        gn.prune(model, Unread([rows()]), scope="model", **settings)
+        gn.prune(model, Unread([rows()]), **arranged(scope="model", **settings))
     assert type(model[0].weight) is nn.Parameter
 
 
 def test_one_that_is_named_may():
     net, _ = trained_net()
-    pruning = gn.prune(net, [rows()], nodes=0.5, scope="model", shares_by="elimination")
+    rule = PruneNodes(0.5, by="elimination", scope="model")
+    pruning = gn.prune(net, [rows()], nodes=rule, shares_by="elimination")
     assert sum(leaving(pruning)) == 20
     net, _ = trained_net()
-    pruning = gn.prune(net, [rows()], relations=0.5, scope="model", shares_by="obs", by="obs")
+    rule = PruneWeakest(0.5, by="obs", scope="model")
+    pruning = gn.prune(net, [rows()], relations=rule, shares_by="obs")
     assert sum(leaving(pruning)) == 320
 
 
 def test_a_layer_keeps_what_keep_asks_for():
     net, _ = uneven_net()
-    settings = {"scope": "model", "shares_by": "norm"}
-    assert leaving(gn.prune(net, [rows()], nodes=0.35, keep=18, **settings)) == [6, 0]
+    ranked = arranged(nodes=0.35, keep=18, scope="model", shares_by="norm")
+    assert leaving(gn.prune(net, [rows()], **ranked)) == [6, 0]
     net, _ = trained_net()
-    assert leaving(gn.prune(net, [rows()], nodes=0.5, keep=14)) == [10, 2]
+    assert leaving(gn.prune(net, [rows()], **arranged(nodes=0.5, keep=14))) == [10, 2]
     net, _ = trained_net()
-    assert leaving(gn.prune(net, [rows()], nodes=0.5, keep=0.5)) == [12, 8]
+    assert leaving(gn.prune(net, [rows()], **arranged(nodes=0.5, keep=0.5))) == [12, 8]
     for settings in ({}, {"scope": "model", "shares_by": "magnitude"}):
         net, _ = trained_net()
-        pruning = gn.prune(net, [rows()], relations=0.9, keep=60, **settings)
+        pruning = gn.prune(net, [rows()], **arranged(relations=0.9, keep=60, **settings))
         left = [t.size for t in net.transitions]
         assert min(left) == 60
         assert [stage.present - stage.leaving for stage in pruning.stages] == left
@@ -740,7 +748,7 @@ def test_nodes_leave_down_to_a_budget(cost, settings):
     expected = model(x).detach()
     net = gn.adopt(model, x[:1])
     before = getattr(net.count(), cost)
-    pruning = gn.prune(model, [x], **{cost: 0.4}, **settings)
+    pruning = gn.prune(model, [x], **arranged(**{cost: 0.4}, **settings))
     left = getattr(net.count(), cost)
     assert left <= 0.4 * before
     # A node more would be too much: of the larger layer it costs less than a tenth.
@@ -749,7 +757,8 @@ def test_nodes_leave_down_to_a_budget(cost, settings):
     pruning.undo()
     assert torch.equal(model(x), expected)
     # An int is an absolute number.
-    gn.prune(model, [x], **{cost: int(0.7 * before)}, multiple=4, repair=False)
+    rule = PruneNodes(**{cost: int(0.7 * before)}, multiple=4)
+    gn.prune(model, [x], nodes=rule, repair=False)
     assert getattr(net.count(), cost) <= 0.7 * before
     assert model[0].weight.shape[0] % 4 == model[2].weight.shape[0] % 4 == 0
 
@@ -757,14 +766,14 @@ def test_nodes_leave_down_to_a_budget(cost, settings):
 def test_a_net_is_pruned_down_to_its_parameters():
     net, _ = trained_net()
     before = net.count().parameters
-    gn.prune(net, [rows()], parameters=0.5)
+    gn.prune(net, [rows()], **arranged(parameters=0.5))
     assert 0.4 * before < net.count().parameters <= 0.5 * before
 
 
 def test_a_budget_that_cannot_be_reached_changes_nothing():
     net, _ = trained_net()
     with pytest.raises(gn.errors.EditError):
-        gn.prune(net, [rows()], parameters=0.1, keep=0.5)
+        gn.prune(net, [rows()], **arranged(parameters=0.1, keep=0.5))
     assert net.version == 0
 
 
@@ -778,14 +787,16 @@ def test_a_budget_that_cannot_be_reached_changes_nothing():
 )
 def test_a_budget_limits_the_relations_of_the_whole_call(settings):
     net, _ = trained_net()
-    pruning = gn.prune(net, [rows()], relations=0.5, budget=Budget(edits=100), **settings)
+    limited = arranged(relations=0.5, budget=Budget(edits=100), **settings)
+    pruning = gn.prune(net, [rows()], **limited)
     assert sum(leaving(pruning)) == 100
     assert net.count().relations == 540
     if not settings:
         # in proportion to 96, 192 and 32
         assert leaving(pruning) == [30, 60, 10]
     net, _ = trained_net()
-    gn.prune(net, [rows()], relations=0.9, budget=Budget(parents=3, children=1), **settings)
+    limited = arranged(relations=0.9, budget=Budget(parents=3, children=1), **settings)
+    gn.prune(net, [rows()], **limited)
     for transition in net.transitions:
         assert int(transition.topology.fan_in().min()) >= 3
         assert int(transition.topology.degrees.min()) >= 1
@@ -806,7 +817,7 @@ def test_whole_tiles_leave_and_the_rest_is_repaired(scope):
         x = rows(width=32)
         expected = net(x).detach()
         settings = {"by": "magnitude", "scope": scope, "tile": 16}
-        pruning = gn.prune(net, [x], relations=0.5, **settings, repair=repair)
+        pruning = gn.prune(net, [x], **arranged(relations=0.5, **settings), repair=repair)
         assert 0.4 < sum(leaving(pruning)) / (32 * 64 + 64 * 48 + 48 * 16) < 0.6
         assert all(count % 256 == 0 for count in leaving(pruning))
         net.execution.use("tiles")
@@ -817,19 +828,20 @@ def test_whole_tiles_leave_and_the_rest_is_repaired(scope):
 
 def test_a_pattern_takes_a_budget():
     net, _ = trained_net()
-    pruning = gn.prune(net, [rows()], pattern=(2, 4), by="magnitude", budget=Budget(edits=50))
+    rule = PruneWeakest(pattern=(2, 4))
+    pruning = gn.prune(net, [rows()], relations=rule, budget=Budget(edits=50))
     assert sum(leaving(pruning)) == 50
 
 
-NEW_SETTINGS = [
-    {"nodes": 0.6, "scope": "model", "shares_by": "norm"},
-    {"relations": 0.5, "scope": "model", "by": "magnitude"},
-    {"parameters": 0.5, "keep": 2},
-    {"relations": 0.5, "budget": Budget(edits=150)},
+SHARED = [
+    arranged(nodes=0.6, scope="model", shares_by="norm"),
+    arranged(relations=0.5, scope="model", by="magnitude"),
+    arranged(parameters=0.5, keep=2),
+    arranged(relations=0.5, budget=Budget(edits=150)),
 ]
 
 
-@pytest.mark.parametrize("settings", NEW_SETTINGS)
+@pytest.mark.parametrize("settings", SHARED)
 def test_undo_and_preview_give_everything_back_with_shares(settings):
     net, optimizer = trained_net()
     x = rows()
@@ -863,7 +875,7 @@ class InterruptedAt(list):
         return super().__iter__()
 
 
-@pytest.mark.parametrize("settings", NEW_SETTINGS)
+@pytest.mark.parametrize("settings", SHARED)
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_a_run_that_resumes_goes_by_the_shares_of_the_first(tmp_path, settings, is_loaded):
     x = rows()
@@ -885,7 +897,7 @@ def test_a_run_that_resumes_goes_by_the_shares_of_the_first(tmp_path, settings, 
 def test_shares_that_were_decided_anew_would_be_others():
     """A control for the test above: ranked again, the pruned net loses others."""
     net, _ = uneven_net()
-    settings = {"relations": 0.5, "scope": "model", "by": "magnitude"}
+    settings = arranged(relations=0.5, scope="model", by="magnitude")
     first = leaving(gn.prune(net, [rows()], **settings))
     second = leaving(gn.prune(net, [rows()], **settings))
     shares = [[round(count / sum(found), 2) for count in found] for found in (first, second)]
@@ -904,14 +916,15 @@ def test_shares_that_were_decided_anew_would_be_others():
 )
 def test_resume_refuses_other_scopes_limits_and_budgets(other):
     net, _ = trained_net()
-    gn.prune(net, [rows()], relations=0.5, by="magnitude", scope="model")
+    gn.prune(net, [rows()], relations=PruneWeakest(0.5, scope="model"))
     version = net.version
+    changed = arranged(relations=0.5, by="magnitude", **other)
     with pytest.raises(gn.errors.EditError):
-        gn.prune(net, [rows()], relations=0.5, by="magnitude", **other, resume=True)
+        gn.prune(net, [rows()], **changed, resume=True)
     assert net.version == version
     # the same settings in other words
     settings = {"by": Magnitude(), "scope": "model", "keep": 0, "budget": Budget()}
-    gn.prune(net, [rows()], relations=0.5, **settings, resume=True)
+    gn.prune(net, [rows()], **arranged(relations=0.5, **settings), resume=True)
     assert net.version == version
 
 
@@ -920,7 +933,7 @@ def test_nets_of_a_model_are_ranked_each_and_share_a_budget():
     model = nn.Sequential(gn.GrapNet([8, 12, 8]), nn.ReLU(), gn.GrapNet([8, 16, 4]))
     expected = model(rows()).detach()
     settings = {"scope": "model", "by": "magnitude", "budget": Budget(edits=90)}
-    pruning = gn.prune(model, [rows()], relations=0.5, **settings)
+    pruning = gn.prune(model, [rows()], **arranged(relations=0.5, **settings))
     assert sum(leaving(pruning)) == 90
     # 192 relations each
     assert sum(leaving(pruning)[:2]) == 45
@@ -934,12 +947,13 @@ def test_criteria_that_need_gradients_rank_all_layers():
     def loss(model, batch):
         return model(batch).square().mean()
 
-    pruning = gn.prune(net, [rows()], nodes=0.35, by="taylor", scope="model", loss=loss)
+    rule = PruneNodes(0.35, by="taylor", scope="model")
+    pruning = gn.prune(net, [rows()], nodes=rule, loss=loss)
     assert sum(leaving(pruning)) == 14
     assert leaving(pruning)[0] > 8
     net, _ = uneven_net()
     with pytest.raises(gn.errors.EditError):
-        gn.prune(net, [rows()], nodes=0.35, by="taylor", scope="model")
+        gn.prune(net, [rows()], nodes=rule)
     assert net.version == 0
 
 
@@ -953,9 +967,9 @@ def test_relations_of_an_adopted_model_are_ranked_together():
     counts = [len(weak & net.relations(name)) for name in ("0", "2", "5")]
     assert [2 * count for count in counts] != [len(net.relations(name)) for name in ("0", "2", "5")]
     settings = {"scope": "model", "by": "magnitude"}
-    pruning = gn.prune(net, [x], relations=0.5, **settings)
+    pruning = gn.prune(net, [x], **arranged(relations=0.5, **settings))
     assert leaving(pruning) == counts
     pruning.undo()
     assert torch.equal(model(x), expected)
-    gn.prune(net, [x], relations=0.9, keep=40, budget=Budget(children=1), **settings)
+    gn.prune(net, [x], **arranged(relations=0.9, keep=40, budget=Budget(children=1), **settings))
     assert min(len(net.relations(name)) for name in ("0", "2", "5")) >= 40
