@@ -217,19 +217,13 @@ class Tracked(Generic[State, Kept]):
         """Adopts what commits have removed in another session."""
         self._held = (self._held[0], kept, self._held[2])
 
-    def prepare(
-        self, graph: "Graph", commit: Commit, present: State | None = None
-    ) -> Callable[[], None]:
-        """Computes the state after a commit; returns the assignment that installs it.
+    def prepare(self, graph: "Graph", commit: Commit) -> Install:
+        """Computes the state after a commit; returns the assignment that installs it."""
+        return self.prepare_from(self._held[0], graph, commit)
 
-        Args:
-            graph: the graph.
-            commit: the commit.
-            present: the state before it, if something else holds it.
-        """
-        state, kept, _ = self._held
-        if present is not None:
-            state = present
+    def prepare_from(self, state: State, graph: "Graph", commit: Commit) -> Install:
+        """Does the same from a state before the commit that something else holds."""
+        kept = self._held[1]
         moved = self._after(state, commit)
         versions = graph.journal._kept_versions()
         coming: dict[int, Any] = {v: part for v, part in kept.items() if v in versions}

@@ -372,7 +372,7 @@ class OptimizerFollower:
                 pairs += [(commit.parameters[name], value) for value in one.entries.values()]
             parted = part_vectors(pairs)
             held = {name: one._replace(parted=parted) for name, one in held.items()}
-        install_tracked = self._tracked.prepare(graph, commit, held)
+        install_tracked = self._tracked.prepare_from(held, graph, commit)
         install_blocks: Callable[[], None] | None = None
         if commit.change.depth is not None:
             is_renewed = not is_kept and commit.kind != "end"
