@@ -237,10 +237,11 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
 
     Examples:
         >>> import grapnet as gn
-        >>> net = gn.GrapNet([4, 3, 2])
+        >>> generator = torch.Generator().manual_seed(1)
+        >>> net = gn.GrapNet([4, 3, 2], generator=generator)
         >>> recorder = BottleneckRecorder(net, 1)
         >>> recorder.arm(net)
-        >>> net(torch.randn(8, 4)).square().mean().backward()
+        >>> net(torch.randn(8, 4, generator=generator)).square().mean().backward()
         >>> nodes = recorder.nodes()
         >>> nodes.incoming.shape, nodes.outgoing.shape
         (torch.Size([2, 5]), torch.Size([2, 2]))
