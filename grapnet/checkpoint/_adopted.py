@@ -121,6 +121,7 @@ def describe_adopted(
             "next_uid": net._next_uid,
             "atoms": list(signature.sizes),
             "axes": axes,
+            "grouped": sorted(net._typed.grouped),
             "spaces": spaces,
             "numbers": encode(numbers, "adopted.numbers", tensors),
             "opened": _describe_opened(net, tensors),
@@ -191,6 +192,7 @@ class SavedModel:
         next_uid: the uid of the next node that an edit adds.
         first: its axes, with their sizes at adoption.
         now: the same with the saved sizes.
+        grouped: the names of the weights of convolutions with groups.
         spaces: its spaces, in order.
         numbers: the numbers of modules that edits have changed.
         state: every Parameter and buffer by name, and the extra states of modules.
@@ -205,6 +207,7 @@ class SavedModel:
     next_uid: int
     first: Signature
     now: Signature
+    grouped: frozenset[str]
     spaces: list[SavedSpace]
     numbers: list[Number]
     state: dict[str, Any]
@@ -230,6 +233,9 @@ class SavedModel:
         if len(atoms) < len(spaces):
             raise CheckpointError("adopted.spaces: two spaces have the same atom")
         now = first.resized(atoms)
+        grouped = frozenset(_read_texts(part, "grouped", "adopted."))
+        if any(len(now.axes.get(name, ())) < 2 for name in grouped):
+            raise CheckpointError("adopted.grouped: a convolution has a weight of two axes or more")
         state, ties = read_state(entry(document, "state", dict, ""), fields)
         opened = _read_opened(part, fields)
         for name in (*now.axes, *opened):
@@ -255,6 +261,7 @@ class SavedModel:
             next_uid,
             first,
             now,
+            grouped,
             spaces,
             numbers,
             state,

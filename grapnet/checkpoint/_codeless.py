@@ -177,7 +177,17 @@ def _typed_of(saved: SavedModel) -> Typed:
     axes = saved.first.axes
     outputs = _by_module(writers.values(), axes)
     inputs = _by_module(readers.values(), axes)
-    return Typed(tuple(records), axes, readers, writers, outputs, inputs, (), ())
+    return Typed(
+        tuple(records),
+        axes,
+        readers,
+        writers,
+        outputs,
+        inputs,
+        unread=(),
+        unknown=(),
+        grouped=saved.grouped,
+    )
 
 
 def _by_module(

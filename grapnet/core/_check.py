@@ -91,9 +91,9 @@ def _check_graph(net: Graph) -> None:
     net._check_tensors()
     if net._wired:
         _check_ends(net)
-    for number, layer in enumerate(net.layers):
+    for number, layer in enumerate(net._own_layers):
         _check_layer(layer, f"layer {number}")
-    uids = torch.cat([layer.uid for layer in net.layers])
+    uids = torch.cat([layer.uid for layer in net._own_layers])
     _require(len(uids.unique()) == len(uids), "a uid names two nodes")
     _require(
         len(uids) == 0 or int(uids.max()) < net._next_uid,

@@ -186,6 +186,11 @@ class Graph(nn.Module):
         return self.transitions[0]._device
 
     @property
+    def _own_layers(self) -> Sequence[Layer]:
+        """The layers whose nodes are nodes of this graph alone: of a net, all of them."""
+        return self.layers
+
+    @property
     def sizes(self) -> list[int]:
         """How many nodes each layer has."""
         return [len(layer) for layer in self.layers]
@@ -300,7 +305,7 @@ class Graph(nn.Module):
     @property
     def owners(self) -> list[str]:
         """The tags that nodes have, in the order of the layers."""
-        named = (name for layer in self.layers for name in layer._owner_names.compact().names)
+        named = (name for layer in self._own_layers for name in layer._owner_names.compact().names)
         return [name for name in dict.fromkeys(named) if name is not None]
 
     def select(
@@ -321,7 +326,7 @@ class Graph(nn.Module):
         Raises:
             ValueError: the layer does not exist, or no node has the tag (`net.owners` lists them).
         """
-        count = len(self.layers)
+        count = len(self._own_layers)
         if layer is None:
             numbers = range(count)
         elif isinstance(layer, int | np.integer):

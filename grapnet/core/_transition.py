@@ -168,6 +168,8 @@ class Transition(Coordinates):
     # No buffer: what empties, averages or overwrites buffers leaves the wiring alone.
     topology: Topology
     _payload: ClassVar[int] = 1  # how many numbers a relation has
+    # how many groups the nodes of both layers form that are related inside of a group alone
+    _n_groups: ClassVar[int] = 1
 
     def __init__(self, topology: Topology, weights: Tensor) -> None:
         super().__init__("weight", weights.reshape(-1, 1))

@@ -26,8 +26,8 @@ from ._rule import (
     Scheduled,
     Transitions,
     as_transitions,
-    chosen_transitions,
     leaving_relations,
+    rewirable_transitions,
     seen_evidence,
     taken_pairs,
 )
@@ -399,7 +399,7 @@ class Rewire:
         assert moved_in == moved_out, "a tile is replaced by one of its area"
 
     def _numbers(self, net: Graph) -> list[int]:
-        return chosen_transitions(net, self.transitions)
+        return rewirable_transitions(net, self.transitions)
 
 
 class _Grown(NamedTuple):

@@ -318,6 +318,24 @@ def chosen_transitions(
     return found
 
 
+def rewirable_transitions(net: Graph, transitions: Transitions | None) -> list[int]:
+    """Returns the chosen transitions, by default all without groups.
+
+    Raises:
+        EditError: also if one of them is a convolution with groups.
+    """
+    plain = [t for t in net._trainable_transitions() if net.transitions[t]._n_groups == 1]
+    found = chosen_transitions(net, transitions, plain)
+    for t in found:
+        n_groups = net.transitions[t]._n_groups
+        if n_groups > 1:
+            raise EditError(
+                f"{net.transitions[t]} is in a convolution of {n_groups} groups, which cannot be"
+                " rewired; its relations can be cut, connected and frozen"
+            )
+    return found
+
+
 def require_net(net: Graph, rule: str) -> None:
     """Raises EditError if a graph is an adopted model, and the rule works on nets alone."""
     if isinstance(net, Adopted):

@@ -131,7 +131,7 @@ class Amount:
         for t in transitions:
             source, target = net.ends[t]
             present += net.transitions[t].size
-            possible += sizes[source] * sizes[target]
+            possible += sizes[source] * sizes[target] // net.transitions[t]._n_groups
         return self.of(torch.tensor(present, device="cpu"), possible)
 
 
@@ -205,17 +205,20 @@ def _groups(
     if scope == "transition":
         return torch.zeros_like(positions, dtype=torch.int64), amount.total(net, [t]).view(1)
     topology = net.transitions[t].topology
+    # how many parents a child can have, and children a parent
+    n_parents = topology.n_parents // net.transitions[t]._n_groups
+    n_children = topology.n_children // net.transitions[t]._n_groups
     children = topology.child.long()
     if amount.pattern is not None:
         kept, of = amount.pattern
-        blocks = -(-topology.n_parents // of)
-        every = children * blocks + topology.parents().long() // of
+        blocks = -(-n_parents // of)
+        every = children * blocks + topology.parents().long() % n_parents // of
         present = torch.bincount(every, minlength=topology.n_children * blocks)
         return every[positions.long()], (present - kept).clamp(min=0)
     if scope == "owner":
-        quotas = amount.of(topology.degrees.long(), topology.n_children)
+        quotas = amount.of(topology.degrees.long(), n_children)
         return topology.parents_at(positions).long(), quotas
-    quotas = amount.of(topology.fan_in().long(), topology.n_parents)
+    quotas = amount.of(topology.fan_in().long(), n_parents)
     return children[positions.long()], quotas
 
 
@@ -228,7 +231,8 @@ def transition_side(net: Graph, candidates: RelationSet, keep: float) -> Side:
         least = keep
         if isinstance(keep, float):
             source, target = net.ends[t]
-            least = round(keep * sizes[source] * sizes[target])
+            possible = sizes[source] * sizes[target] // net.transitions[t]._n_groups
+            least = round(keep * possible)
         spare.append(max(0, net.transitions[t].size - int(least)))
         numbers.append(torch.full((len(at),), n, device=net.device))
     nothing = torch.empty(0, dtype=torch.int64, device=net.device)

@@ -24,7 +24,7 @@ from ._rule import (
     Scheduled,
     Transitions,
     as_transitions,
-    chosen_transitions,
+    rewirable_transitions,
     seen_evidence,
     taken_pairs,
 )
@@ -93,7 +93,7 @@ class SRigL:
     def recorders(self, net: Graph) -> dict[str, Recorder]:
         """Returns one recorder of gradients a transition."""
         found: dict[str, Recorder] = {}
-        for t in chosen_transitions(net, self.transitions):
+        for t in rewirable_transitions(net, self.transitions):
             found[_evidence(t)] = gradient_recorder(net, t, self.window)
         return found
 
@@ -101,7 +101,7 @@ class SRigL:
         """Writes removals, cuts and connections."""
         fraction = cosine_fraction(self.fraction, context.step, self.decay_until)
         left = context.budget.edits
-        for t in chosen_transitions(net, self.transitions):
+        for t in rewirable_transitions(net, self.transitions):
             recorder = seen_evidence(context, _evidence(t), "SRigL")
             wiring = _Wiring.of(net, edit, t, recorder)
             if not bool(wiring.absent.any()):

@@ -34,10 +34,10 @@ from ._depth import deepened
 from ._discovery import Example, Twin, Typed, discover, discover_twin
 from ._edit import Growth, SpaceEdit, values_of_newborns
 from ._gates import Gates, submodule
+from ._grouped import Channels, relations_of
 from ._probe import probe
 from ._rewiring import Wish, assignment_of, rewired
 from ._space import Space, spaces_of
-from ._weights import weights_of
 
 # The adopted graphs that are alive, by the id of their models.
 _adopted: "weakref.WeakValueDictionary[int, Adopted]" = weakref.WeakValueDictionary()
@@ -50,12 +50,15 @@ class Adopted(Graph):
     transitions are in the Parameters of the model.
     """
 
+    # the ends of relations in convolutions with groups, which are layers behind the spaces
+    _channels: Sequence[Channels] = ()
+
     def __init__(self, model: nn.Module, typed: Typed, gates: Gates) -> None:
         super().__init__(spaces_of(typed), [], ends=[])
         self._modules["model"] = model
         self._typed = typed
         self._grids_held = named_grids(model)
-        self._weights = weights_of(self, typed, self.spaces)
+        self._weights, self._channels = relations_of(self, typed, self.spaces)
         self._gates = gates
         # The model when its tensors were last found where they belong.
         self._seen = _Seen([], [None])
@@ -78,7 +81,27 @@ class Adopted(Graph):
     @property
     def spaces(self) -> list[Space]:
         """All spaces of the model, pinned ones included."""
-        return cast("list[Space]", list(self.layers))
+        return cast("list[Space]", list(super().layers))
+
+    @property
+    def _own_layers(self) -> Sequence[Any]:
+        return self.spaces
+
+    @property
+    def layers(self) -> Sequence[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The spaces, and behind them the channels that convolutions with groups relate."""
+        spaces = super().layers
+        return [*spaces, *self._channels] if self._channels else spaces
+
+    def _find(self, uid: int) -> tuple[int, int] | None:
+        if uid >= 0:
+            return super()._find(uid)
+        wanted = torch.tensor([uid], device="cpu")
+        for channels in self._channels:
+            row = int(channels.rows(wanted))
+            if row >= 0:
+                return channels.index, row
+        return None
 
     @property
     def transitions(self) -> Sequence[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -161,7 +184,7 @@ class Adopted(Graph):
         return [t for t, weight in enumerate(self.transitions) if weight.is_trainable]
 
     def _is_output(self, layer: int) -> bool:
-        return "output" in self.spaces[layer].pins
+        return "output" in self.layers[layer].pins
 
     def _orphanages(self) -> list[int]:
         """Returns the numbers of the spaces whose nodes can be without parents, and can then leave
@@ -229,7 +252,7 @@ class Adopted(Graph):
                 frozen += grid.parameter.numel()
         tensors = [grid.tensor for grid in self._grids_held.values()]
         return Count(
-            nodes=sum(self.sizes),
+            nodes=sum(len(space) for space in self.spaces),
             relations=sum(weight.size for weight in self.transitions),
             biases=0,
             trainable=trainable,
@@ -435,7 +458,7 @@ class Adopted(Graph):
     def _graph_over(self, model: nn.Module) -> "Adopted":
         """Returns a graph with the same spaces and nodes over a copy of the model."""
         copy = Adopted(model, self._typed, self._gates)
-        for mine, other in zip(self.layers, copy.layers, strict=True):
+        for mine, other in zip(self.spaces, copy.spaces, strict=True):
             other._enrol(mine._roster)
         copy._next_uid = self._next_uid
         copy._first_numbers = dict(self._first_numbers)
@@ -668,13 +691,13 @@ class Adopted(Graph):
     __str__ = __repr__
 
     def __getstate__(self) -> dict[str, Any]:
-        nothing = {"_copies": None, "_weights": None, "_seen": _Seen([], [None])}
+        nothing = {"_copies": None, "_weights": None, "_channels": (), "_seen": _Seen([], [None])}
         return {**super().__getstate__(), **nothing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._copies = weakref.WeakKeyDictionary()
-        self._weights = weights_of(self, self._typed, self.spaces)
+        self._weights, self._channels = relations_of(self, self._typed, self.spaces)
 
 
 def table(spaces: Iterable[Space]) -> str:

@@ -21,9 +21,9 @@ from grapnet.core._grid import Grid, named_grids
 from ._blocks import Asked, Insertion, Number, Slot, Stacks, own_indices
 from ._discovery import Typed
 from ._gates import Gates
+from ._grouped import relations_of
 from ._plan import Match, Plan, copied_block, others_have, set_to_zero, stream_of
 from ._space import Space, spaces_of
-from ._weights import weights_of
 
 if TYPE_CHECKING:
     from ._adopted import Adopted
@@ -248,7 +248,7 @@ class _Result:
     def _build_before(self) -> Build:
         net = self._net
         blocks = [(stack.container, stack.container._modules) for stack in self._stacks]
-        names = ("_typed", "_gates", "_grids_held", "_weights", "_first_numbers")
+        names = ("_typed", "_gates", "_grids_held", "_weights", "_channels", "_first_numbers")
         attributes = {name: vars(net)[name] for name in names}
         layers = vars(net)["_modules"]["layers"]
         return Build(
@@ -268,11 +268,13 @@ class _Result:
             blocks.append((stack.container, modules))
         gates = Gates(self._plan.model, self._typed, net._gates.examples)
         gates._learned = list(net._gates._learned)
+        weights, channels = relations_of(net, self._typed, self._made)
         attributes = {
             "_typed": self._typed,
             "_gates": gates,
             "_grids_held": self._grids(),
-            "_weights": weights_of(net, self._typed, self._made),
+            "_weights": weights,
+            "_channels": channels,
             "_first_numbers": self._first_numbers(),
             "_costs": None,
         }

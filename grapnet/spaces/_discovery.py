@@ -78,6 +78,8 @@ class Typed:
             changes one of them, a size is also a number in the formula, as in a scale by the
             root of head_dim: then the edit is not what removing nodes should be.
         repeated: Modules that are called several times in a pass.
+        grouped: Names of the weights of convolutions in groups: the outer factors of their first
+            axis, as far as it is neither read nor written, are the groups.
     """
 
     atoms: tuple[AtomRecord, ...]
@@ -93,6 +95,7 @@ class Typed:
     modes: tuple[bool, ...] = (False,)
     scalars: tuple[float, ...] = ()
     repeated: frozenset[str] = frozenset()
+    grouped: frozenset[str] = frozenset()
 
     def sizes(self) -> list[int]:
         """Returns the size of every atom, by number."""
@@ -663,6 +666,7 @@ def _typed(
         modes=modes,
         scalars=scalars,
         repeated=frozenset(repeated),
+        grouped=frozenset(typing.grouped),
     )
 
 

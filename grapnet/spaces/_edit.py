@@ -20,6 +20,7 @@ from grapnet.core._resolve import LayerDraft, Requests, checked_owner, union
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
 from ._blocks import Asked, Insertion, Removal, container_of, place_in
+from ._grouped import Channels
 from ._rewiring import CellValues, Joined, Wish
 from ._weights import leading_shape
 
@@ -172,13 +173,13 @@ class SpaceEdit(Edit):
         found = self._rows(nodes)
         numbers = list(found)
         if interface:
-            numbers = [n for n in numbers if self.graph.spaces[n].pins != ("output",)]
+            numbers = [n for n in numbers if self.graph.layers[n].pins != ("output",)]
         self._require_free(numbers)
         self._remove_rows(found)
 
     def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
-        # Pairs may name a node several times, which only uids can.
-        if isinstance(nodes, Tensor):
+        # Pairs may name a node several times, which only uids can, and channels can be related.
+        if isinstance(nodes, Tensor | NodeSet | GrapNode):
             found = rows_of(self.graph, self._requests, nodes)
             if len(found) == 1:
                 return next(iter(found.items()))
@@ -191,11 +192,16 @@ class SpaceEdit(Edit):
                 "nodes of an adopted model are given as such, space[[0, 1]] or space.weakest(...),"
                 f" not as {type(nodes).__name__}"
             )
-        return super()._rows(nodes)
+        found = super()._rows(nodes)
+        for number in found:
+            layer = self.graph.layers[number]
+            if isinstance(layer, Channels):
+                raise EditError(f"{layer.name} are channels, not nodes: {layer.pins[0]}")
+        return found
 
     def _require_free(self, numbers: Any) -> None:
         for number in numbers:
-            space = self.graph.spaces[number]
+            space = self.graph.layers[number]
             if space.pins:
                 raise EditError(
                     f"the nodes of {space.name} cannot be added or removed: {space.pins[0]}"
@@ -289,7 +295,8 @@ class SpaceEdit(Edit):
                 found.append(t)
         if len(found) == 1:
             return found[0]
-        spaces = f"{self.graph.spaces[source].name} to {self.graph.spaces[target].name}"
+        layers = self.graph.layers
+        spaces = f"{layers[source].name} to {layers[target].name}"
         if not found:
             raise EditError(f"no tensor leads from {spaces}")
         names = ", ".join(self.graph.transitions[t].name for t in found)
@@ -307,14 +314,7 @@ class SpaceEdit(Edit):
 
     def _relations_of_a_node(self, number: int) -> int:
         """Returns how many relations a new node of a space has."""
-        sizes = self.graph.sizes
-        total = 0
-        for source, target in self.graph.ends:
-            if target == number:
-                total += sizes[source]
-            if source == number:
-                total += sizes[target]
-        return total
+        return sum(weight.relations_of_a_node(number) for weight in self.graph.transitions)
 
     @property
     def connections(self) -> tuple[Tensor, Tensor]:
@@ -476,7 +476,7 @@ class SpaceEdit(Edit):
             entering = graph.entering(number)
             left = sum(graph.transitions[t].size - len(cuts.get(t, ())) for t in entering)
             left += sum(len(self._connected_rows(t)[0]) for t in entering)
-            name = graph.spaces[number].name
+            name = graph.layers[number].name
             if left == 0:
                 raise EditError(
                     f"this edit takes the last relation that leads to {name};"
@@ -493,7 +493,7 @@ class SpaceEdit(Edit):
     def _outputs_without_parents(self, number: int, cuts: Mapping[int, Tensor]) -> int:
         """Returns how many nodes of a space lose their last parent."""
         graph = self.graph
-        size = len(graph.spaces[number])
+        size = len(graph.layers[number])
         before = torch.zeros(size, dtype=torch.int64)
         after = torch.zeros(size, dtype=torch.int64)
         for t in graph.entering(number):
@@ -763,6 +763,9 @@ def values_of_newborns(
                 new.index_copy_(dim, at, _alike(tensor, new.index_select(dim, at), generator))
             elif start == "mean":
                 mean = tensor.mean(dim, keepdim=True, dtype=_mean_dtype(tensor)).to(new)
+                # The other axes of the tensor may change in the same edit.
+                others = {other: index.axes[other] for other in index.axes if other != dim}
+                mean = GridMap(tuple(mean.shape), others).carry(mean)
                 new.index_copy_(dim, at, mean.expand_as(new.index_select(dim, at)))
             else:
                 silent.append((dim, at))

@@ -439,6 +439,8 @@ def convolution(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out:
     # The first dimension of the weight is groups·channels; the second holds one group's. Groups
     # pass through: what is contracted and what is made lies inside of one.
     group, inside = factored(w[0], args[8])
+    if args[8] > 1:
+        typing.in_groups(weight)
     whole = product_of((group, w[1]))
     if transposed:
         typing.same(x[1], w[0])

@@ -158,6 +158,7 @@ class Typing(TorchDispatchMode):
         scalars: Numbers that operations computed with, in order.
         read_dims: For a name and its dimensions, the axes that operations contract there.
         written_dims: For a name and its dimensions, the axes that operations make there.
+        grouped: Names of the parameters and buffers that are weights of convolutions in groups.
     """
 
     def __init__(self) -> None:
@@ -168,6 +169,7 @@ class Typing(TorchDispatchMode):
         self.scalars: list[float] = []
         self.read_dims: dict[tuple[str, tuple[int, ...]], list[Axis]] = {}
         self.written_dims: dict[tuple[str, tuple[int, ...]], list[Axis]] = {}
+        self.grouped: set[str] = set()
         self.operation = ""
         # Set while tensors without contents are typed.
         self.results: Results | None = None
@@ -252,6 +254,14 @@ class Typing(TorchDispatchMode):
     def writes(self, tensor: Tensor, dim: int, axis: Axis | None = None) -> bool:
         """Notes that an operation makes nodes along a dimension, or a part `axis` of it."""
         return self._note(self.written_dims, tensor, dim, axis)
+
+    def in_groups(self, weight: Tensor) -> None:
+        """Notes that a tensor is the weight of a convolution in groups, whose first dimension has
+        the groups outermost.
+        """
+        name = self._names.get(id(weight))
+        if name is not None:
+            self.grouped.add(name)
 
     def comes_from(self, tensor: Tensor, source: Tensor, dims: Sequence[Iterable[int]]) -> None:
         """Notes that a tensor is a view or copy of another.

@@ -1,9 +1,9 @@
 """Weight: the relations of a model that one of its tensors holds, as a transition of the graph."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import permutations, product
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from grapnet.core._errors import FrozenError
 from grapnet.core._grid import Grid
 from grapnet.core._index_map import as_positions
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
-from grapnet.core._transition import Topology, full_topology
+from grapnet.core._transition import Topology
 
 from ._axes import Expression, SumOf, atoms_of, positions
 from ._discovery import Typed
@@ -72,17 +72,17 @@ class Weight:
         if self._made is not None and self._made.token is token:
             return self._made.to(net.device)
         if self.grid.opened is None:
-            full = full_topology(self.n_parents, self.n_children, net.device)
-            self._made = Topology(full.ptr, full.child, full.n_children, token)
-            return self._made
-        related = self._by_relation(self._pattern().kinds != CUT).any(2)
-        degrees = related.sum(1)
-        ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32)
-        ptr[1:] = degrees.cumsum(0)
-        child = torch.from_numpy(np.nonzero(related.numpy())[1].astype(np.int32))
-        made = Topology(ptr, child, related.shape[1], token).to(net.device)
-        self._made = made
-        return made
+            first = self._first_child(torch.arange(self.n_parents)).int()
+            child = (first[:, None] + torch.arange(self.reach, dtype=torch.int32)).view(-1)
+            ptr = torch.arange(self.n_parents + 1, dtype=torch.int32) * self.reach
+        else:
+            related = self._by_relation(self._pattern().kinds != CUT).any(2)
+            ptr = torch.zeros(len(related) + 1, dtype=torch.int32)
+            ptr[1:] = related.sum(1).cumsum(0)
+            parent, column = map(torch.from_numpy, np.nonzero(related.numpy()))
+            child = (self._first_child(parent) + column).int()
+        self._made = Topology(ptr, child, self.n_children, token).to(net.device)
+        return self._made
 
     @property
     def _structure(self) -> Token:
@@ -114,16 +114,39 @@ class Weight:
         return len(self.net.layers[self.target])
 
     @property
+    def _n_groups(self) -> int:
+        """The number of groups of nodes that can only be related inside of a group."""
+        return 1
+
+    @property
+    def reach(self) -> int:
+        """The number of children that a parent can have."""
+        return self.n_children // self._n_groups
+
+    def relations_of_a_node(self, space: int) -> int:
+        """Returns how many relations a new node of a space has in this tensor."""
+        found = 0
+        if self.target == space:
+            found += self.n_parents // self._n_groups
+        if self.source == space:
+            found += self.reach
+        return found
+
+    def _first_child(self, parents: Tensor) -> Tensor:
+        """Returns the first child that each of some parents can have."""
+        return parents // (self.n_parents // self._n_groups) * self.reach
+
+    @property
     def size(self) -> int:
         """The number of relations."""
         if self.grid.opened is None:
-            return self.n_parents * self.n_children
+            return self.n_parents * self.reach
         return self.topology.n_relations
 
     @property
     def density(self) -> float:
         """The share of the possible relations that exist."""
-        return self.size / (self.n_parents * self.n_children)
+        return self.size / (self.n_parents * self.reach)
 
     @property
     def is_trainable(self) -> bool:
@@ -160,8 +183,7 @@ class Weight:
         if opened is None or len(opened.frozen_values) == 0:
             return torch.zeros(len(at), dtype=torch.bool, device=at.device)
         has_free = self._by_relation(self._pattern().kinds == FREE).any(2)
-        parents, children = self._ends(at.cpu())
-        return ~has_free[parents, children].to(at.device)
+        return ~has_free[self._cells_of(at)].to(at.device)
 
     def _weights_at(self, at: Tensor | range) -> Tensor:
         """Returns the numbers of relations, live and differentiable: [n], or [n, payload]."""
@@ -172,12 +194,12 @@ class Weight:
         norms = self.norms(self.grid.whole)
         if self.grid.opened is None and isinstance(at, range):
             return norms.reshape(-1)[at.start : at.stop]
-        parents, children = self._ends(as_positions(at, self.net.device).cpu())
-        return norms[parents.to(norms.device), children.to(norms.device)]
+        parents, columns = self._cells_of(as_positions(at, self.net.device))
+        return norms[parents.to(norms.device), columns.to(norms.device)]
 
     def norms(self, whole: Tensor) -> Tensor:
         """Returns the norm of every relation in a tensor of the shape of the weight, such as the
-        weight itself or its gradient, [parents, children]; relations that were cut included.
+        weight itself or its gradient, [parents, reach]; relations that were cut included.
         """
         cells = whole.detach().reshape(-1, self._pattern().width)
         if cells.shape[1] == 1:
@@ -214,11 +236,11 @@ class Weight:
         if opened is None or len(opened.frozen_values) == 0:
             return
         held = self._by_relation(self._pattern().kinds == FROZEN).any(2)
-        parents, children = self._ends(self._listed(at).cpu())
-        count = int(held[parents, children].sum())
+        at = self._listed(at)
+        count = int(held[self._cells_of(at)].sum())
         if count:
             raise FrozenError(
-                f"{count} of the {len(parents)} relations to assign are frozen; unfreeze them in an"
+                f"{count} of the {len(at)} relations to assign are frozen; unfreeze them in an"
                 " edit first"
             )
 
@@ -246,8 +268,9 @@ class Weight:
             parents: rows of nodes in the space that is read, which may have lost relations.
             children: as many rows of nodes in the space that is written.
         """
-        numbers = torch.arange(len(self._pattern().kinds))
-        return self._by_relation(numbers, parents, children)
+        reads, writes = self._places()
+        table = self._table(torch.arange(len(self._pattern().kinds)))
+        return table[reads[parents][:, :, None], writes[children][:, None, :]].flatten(1)
 
     def _pattern(self) -> Pattern:
         """Returns which cells of the tensor exist."""
@@ -262,10 +285,17 @@ class Weight:
     def _ends(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of the parents and of the children of relations, int64."""
         if self.grid.opened is None:
-            at = at.long()
-            return at // self.n_children, at % self.n_children
+            parents = at.long() // self.reach
+            return parents, self._first_child(parents) + at.long() % self.reach
         topology = self.topology.to(torch.device("cpu"))
         return topology.parents_at(at).long(), topology.child[at.long()].long()
+
+    def _cells_of(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns where relations are in what has one entry for every possible one, [parents,
+        reach].
+        """
+        parents, children = self._ends(at.cpu())
+        return parents, children - self._first_child(parents)
 
     def _places(self) -> tuple[Tensor, Tensor]:
         """Returns the positions of the nodes of both spaces on the axes of the tensor, [nodes, k]
@@ -280,25 +310,22 @@ class Weight:
             found.append(torch.from_numpy(positions(axes[dim], atom, sizes)))
         return found[0], found[1]
 
-    def _by_relation(
-        self, of_rows: Tensor, parents: Tensor | None = None, children: Tensor | None = None
-    ) -> Tensor:
-        """Returns one entry per row of the tensor, gathered by relation: [parents, children, rows
-        per relation] for all of them, or [n, rows per relation] for some.
+    def _by_relation(self, of_rows: Tensor) -> Tensor:
+        """Returns one entry per row of the tensor, gathered by the relations that are possible:
+        [parents, reach, rows per relation].
         """
-        pattern = self._pattern()
-        leading = leading_shape(pattern)
-        table = of_rows.view(leading).movedim((self.in_dim, self.out_dim), (0, 1))
-        table = table.reshape(table.shape[0], table.shape[1], -1)
+        table = self._table(of_rows)
         reads, writes = self._places()
-        if parents is None or children is None:
-            if _is_in_order(reads, table.shape[0]) and _is_in_order(writes, table.shape[1]):
-                blocks = table.reshape(*reads.shape, *writes.shape, -1)
-                return blocks.transpose(1, 2).flatten(2)
-            chosen = table[reads[:, None, :, None], writes[None, :, None, :]]
-            return chosen.flatten(2)
-        chosen = table[reads[parents][:, :, None], writes[children][:, None, :]]
-        return chosen.flatten(1)
+        if _is_in_order(reads, table.shape[0]) and _is_in_order(writes, table.shape[1]):
+            blocks = table.reshape(*reads.shape, *writes.shape, -1)
+            return blocks.transpose(1, 2).flatten(2)
+        return table[reads[:, None, :, None], writes[None, :, None, :]].flatten(2)
+
+    def _table(self, of_rows: Tensor) -> Tensor:
+        """Returns one entry per row of the tensor as [in_dim, out_dim, the others]."""
+        table = of_rows.view(leading_shape(self._pattern()))
+        table = table.movedim((self.in_dim, self.out_dim), (0, 1))
+        return table.reshape(table.shape[0], table.shape[1], -1)
 
     def _listed(self, at: Tensor | slice) -> Tensor:
         if isinstance(at, Tensor):
@@ -306,8 +333,8 @@ class Weight:
         return torch.arange(at.start, at.stop, dtype=torch.int32, device=self.net.device)
 
     def __repr__(self) -> str:
-        spaces = self.net.spaces
-        return f"Weight({self.name!r}, {spaces[self.source].name} → {spaces[self.target].name})"
+        layers: Any = self.net.layers
+        return f"Weight({self.name!r}, {layers[self.source].name} → {layers[self.target].name})"
 
 
 def _is_in_order(places: Tensor, size: int) -> bool:
@@ -324,27 +351,33 @@ def leading_shape(pattern: Pattern) -> tuple[int, ...]:
     return tuple(leading)
 
 
-def weights_of(net: "Adopted", typed: Typed, spaces: Sequence[Space]) -> list[Weight]:
-    """Returns the relations of a model, one entry for each tensor and the spaces that it reads and
-    writes, in the order of the tensors.
+def weights_between(
+    net: "Adopted", typed: Typed, name: str, numbers: Mapping[int, int]
+) -> list[Weight]:
+    """Returns the relations of one tensor, one entry for each two spaces that it reads and writes.
+
+    Args:
+        net: the graph.
+        typed: the axes of the model.
+        name: the tensor.
+        numbers: the numbers of the spaces, by their atoms.
     """
-    numbers = {space._atom: n for n, space in enumerate(spaces)}
     found: dict[object, Weight] = {}
-    for name, axes in typed.axes.items():
-        outer = [_outer_atoms(axis, numbers) for axis in axes]
-        for in_dim, out_dim in permutations(range(len(axes)), 2):
-            for source, target in product(outer[in_dim], outer[out_dim]):
-                is_read = (name, in_dim) in typed.readers.get(source, ())
-                is_written = (name, out_dim) in typed.writers.get(target, ())
-                if is_read and is_written:
-                    ends = (numbers[source], numbers[target])
-                    # A tied embedding leads both ways, with the same numbers.
-                    same = (name, frozenset([(in_dim, source), (out_dim, target)]))
-                    found.setdefault(same, Weight(net, name, *ends, in_dim, out_dim))
+    axes = typed.axes[name]
+    outer = [_outer_atoms(axis, numbers) for axis in axes]
+    for in_dim, out_dim in permutations(range(len(axes)), 2):
+        for source, target in product(outer[in_dim], outer[out_dim]):
+            is_read = (name, in_dim) in typed.readers.get(source, ())
+            is_written = (name, out_dim) in typed.writers.get(target, ())
+            if is_read and is_written:
+                ends = (numbers[source], numbers[target])
+                # A tied embedding leads both ways, with the same numbers.
+                same = frozenset([(in_dim, source), (out_dim, target)])
+                found.setdefault(same, Weight(net, name, *ends, in_dim, out_dim))
     return list(found.values())
 
 
-def _outer_atoms(expression: Expression, numbers: dict[int, int]) -> list[int]:
+def _outer_atoms(expression: Expression, numbers: Mapping[int, int]) -> list[int]:
     """Returns the outermost atoms of the terms of an axis that are spaces.
 
     No position belongs to two of them: where one is also an inner atom of another term, as in

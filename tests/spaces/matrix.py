@@ -21,6 +21,7 @@ from grapnet.spaces._weights import Weight
 from tests.spaces import huggingface, oracle, zoo
 from tests.spaces.subjects import (
     Subject,
+    cells_of,
     classes_of,
     cuts_of,
     differing_tensors,
@@ -186,6 +187,10 @@ def _rewiring(subject: Subject, weight: Weight) -> Outcome:
 
 def _cells(subject: Subject, weight: Weight, relations: torch.Tensor) -> torch.Tensor:
     """Returns a mask of the cells of some relations of a weight of which all exist."""
+    if weight._n_groups > 1:
+        topology = weight.topology
+        pairs = torch.stack([topology.parents().long(), topology.child.long()], 1)
+        return cells_of(subject.net, weight, pairs[relations])
     spaces = subject.net.spaces
     reads = spaces[weight.source].places()[weight.name, weight.in_dim]
     writes = spaces[weight.target].places()[weight.name, weight.out_dim]

@@ -34,13 +34,14 @@ from grapnet.spaces import Adopted, Space
 from tests.machine import CALM
 from tests.operations import Planned, Reluctant
 from tests.spaces import oracle, zoo
-from tests.spaces.subjects import step, subject
+from tests.spaces.subjects import cells_of, step, subject
 
 MODELS = [
     "mlp",
     "vgg",
     "conv1d",
     "groupnorm",
+    "grouped",
     "cascaded_concat",
     "concat_split",
     "pixel_shuffle",
@@ -231,8 +232,8 @@ class Turn(NamedTuple):
         if isinstance(self.target, Space):
             getattr(edit, self.verb)(self.target[self.chosen])
             return
-        parents = net.spaces[self.target.source]
-        children = net.spaces[self.target.target]
+        parents = net.layers[self.target.source]
+        children = net.layers[self.target.target]
         if self.verb == "connect":
             edit.connect(
                 parents.uid[self.chosen[:, 0]],
@@ -256,17 +257,7 @@ class Turn(NamedTuple):
                     mask.index_fill_(dim, at[self.chosen].reshape(-1), True)
                     found.append((name, mask))
             return found
-        weight = self.target
-        reads = net.spaces[weight.source].places()[weight.name, weight.in_dim]
-        writes = net.spaces[weight.target].places()[weight.name, weight.out_dim]
-        mask = torch.zeros(kinds[weight.name].shape, dtype=torch.bool)
-        for parent, child in self.chosen.tolist():
-            inside = torch.ones(mask.shape, dtype=torch.bool)
-            for dim, at in ((weight.in_dim, reads[parent]), (weight.out_dim, writes[child])):
-                one = torch.zeros(mask.shape, dtype=torch.bool).index_fill_(dim, at, True)
-                inside &= one
-            mask |= inside
-        return [(weight.name, mask)]
+        return [(self.target.name, cells_of(net, self.target, self.chosen))]
 
 
 def pairs_of(weight: Any) -> Tensor:
@@ -280,7 +271,11 @@ def missing_pairs(weight: Any) -> Tensor:
     topology = weight.topology
     related = torch.zeros(topology.n_parents, topology.n_children, dtype=torch.bool)
     related[topology.parents().long(), topology.child.long()] = True
-    return (~related).nonzero()
+    groups = [
+        torch.arange(size) // (size // weight._n_groups)
+        for size in (topology.n_parents, topology.n_children)
+    ]
+    return (~related & (groups[0][:, None] == groups[1])).nonzero()
 
 
 def contents_of(net: Adopted) -> Tensors:
@@ -672,7 +667,7 @@ def remove_pinned(net: Adopted, edit: Any, follower: Reluctant) -> None:
 def connect_existing(net: Adopted, edit: Any, follower: Reluctant) -> None:
     weight = net.transitions[0]
     (pair, *_) = [*pairs_of(weight).tolist(), [0, 0]]
-    ends = (net.spaces[weight.source][pair[0]], net.spaces[weight.target][pair[1]])
+    ends = (net.layers[weight.source][pair[0]], net.layers[weight.target][pair[1]])
     edit.connect(*ends, tensor=weight.name)
     edit.connect(*ends, tensor="no such tensor")
 

@@ -10,6 +10,7 @@ from torch.optim import Adam, Optimizer
 
 import grapnet as gn
 from grapnet.spaces import Adopted, Example, Space
+from grapnet.spaces._grouped import Channels, GroupedWeight
 from grapnet.spaces._typing import CONTRACTED
 from tests.spaces import oracle
 from tests.spaces.zoo import Case
@@ -175,3 +176,38 @@ def remove(subject: Subject, rows: Mapping[Space, Sequence[int]]) -> gn.Commit:
 
 def classes_of(model: nn.Module) -> list[tuple[str, type]]:
     return [(path, type(module)) for path, module in model.named_modules()]
+
+
+def cells_of(net: Adopted, weight: Any, pairs: Tensor) -> Tensor:
+    """Returns a mask of the cells of a weight that hold relations, from where their nodes are.
+
+    Args:
+        net: The graph.
+        weight: The weight.
+        pairs: [n, 2] rows of parents and children.
+    """
+    places = {}
+    for space in net.spaces:
+        places[space] = {
+            dim: at for (name, dim), at in space.places().items() if name == weight.name
+        }
+    mask = torch.zeros(weight.grid.shape, dtype=torch.bool)
+    ends = (net.layers[weight.source], net.layers[weight.target])
+    for pair in pairs.tolist():
+        inside = torch.ones_like(mask)
+        for end, row, dim in zip(ends, pair, (weight.in_dim, weight.out_dim), strict=True):
+            for space, index in _factors(end, row):
+                dims = places[space] if isinstance(weight, GroupedWeight) else [dim]
+                for d in dims:
+                    at = places[space][d][index]
+                    inside &= torch.zeros_like(mask).index_fill_(d, at, True)
+        mask |= inside
+    return mask
+
+
+def _factors(end: Any, row: int) -> list[tuple[Space, int]]:
+    """Returns the nodes that a node, or a channel, is made of."""
+    if not isinstance(end, Channels):
+        return [(end, row)]
+    at = torch.unravel_index(torch.tensor(row), [len(space) for space in end.spaces])
+    return [(space, int(one)) for space, one in zip(end.spaces, at, strict=True)]

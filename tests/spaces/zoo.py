@@ -790,6 +790,30 @@ def conv1d() -> Case:
 
 
 @editable
+def grouped() -> Case:
+    """Groups of several channels, of one, one that makes several, and transposed ones."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 3, padding=1, groups=4),
+        nn.LeakyReLU(0.1),
+        nn.Conv2d(12, 12, 3, padding=2, dilation=2, groups=12),
+        nn.LeakyReLU(0.1),
+        nn.Conv2d(12, 24, 1, groups=12, bias=False),
+        nn.LeakyReLU(0.1),
+        nn.ConvTranspose2d(24, 8, 2, 2, groups=4),
+        nn.LeakyReLU(0.1),
+        nn.Conv2d(8, 5, 1),
+    )
+    return Case(
+        model,
+        (images(),),
+        expected={"free": ("0", "3", "7", "9"), "pinned": ("11",)},
+    )
+
+
+@editable
 def conv3d() -> Case:
     model = nn.Sequential(
         nn.Conv3d(2, 5, 3, padding=1),

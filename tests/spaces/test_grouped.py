@@ -1,0 +1,234 @@
+"""Relations in convolutions with groups: one kernel each, between channels of one group."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import grapnet as gn
+from grapnet.rules import PruneWeakest, Rewire, RuleManager, SRigL
+from grapnet.spaces import Adopted
+from tests.spaces import matrix, oracle, zoo
+from tests.spaces.subjects import Subject, subject
+from tests.spaces.zoo import Case
+
+LAYERS = {
+    "groups": nn.Conv2d(8, 12, 3, groups=4),
+    "depthwise": nn.Conv2d(8, 8, 3, groups=8, dilation=2),
+    "several of one": nn.Conv2d(8, 16, 1, groups=8),
+    "one of several": nn.Conv2d(8, 4, 3, groups=4, padding=1, padding_mode="circular"),
+    "transposed": nn.ConvTranspose2d(8, 12, 2, 2, groups=4),
+    "transposed depthwise": nn.ConvTranspose2d(8, 8, 2, groups=8),
+    "signal": nn.Conv1d(8, 8, 3, groups=2, padding=1),
+    "volume": nn.Conv3d(8, 8, 2, groups=4),
+}
+POINTWISE = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+
+
+def found_for(name: str) -> Subject:
+    """Returns a model of which module 1 is one of the layers."""
+    layer: Any = copy.deepcopy(LAYERS[name])
+    torch.manual_seed(0)
+    kind = POINTWISE[layer.weight.dim()]
+    model = nn.Sequential(kind(3, 8, 1), layer, nn.Tanh(), kind(layer.out_channels, 5, 1))
+    return subject(Case(model, (torch.randn(2, 3, *[6] * (layer.weight.dim() - 2)),)))
+
+
+def weight_of(net: Adopted, name: str = "1.weight") -> Any:
+    (weight,) = [weight for weight in net.transitions if weight.name == name]
+    return weight
+
+
+def group_of(rows: Tensor, channels: int, groups: int) -> Tensor:
+    return rows // (channels // groups)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_kernel_is_a_relation_between_channels_of_one_group(name: str) -> None:
+    found = found_for(name)
+    module: Any = found.model.get_submodule("1")
+    relations = found.net.relations("1")
+    cells = module.weight[0, 0].numel()
+    assert relations.weights.numel() == module.weight.numel()
+    assert len(relations) * cells == module.weight.numel()
+    weight = weight_of(found.net)
+    assert weight.density == 1
+    topology = weight.topology
+    assert (topology.n_parents, topology.n_children) == (module.in_channels, module.out_channels)
+    above = group_of(topology.parents(), module.in_channels, module.groups)
+    below = group_of(topology.child, module.out_channels, module.groups)
+    assert torch.equal(above, below)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_cut_and_frozen_kernels_equal_a_mask(name: str) -> None:
+    found = found_for(name)
+    outcomes = matrix.relations(found)
+    assert [outcome.space for outcome in outcomes] == ["0.weight", "1.weight", "3.weight"]
+    assert all(outcome.effect > 0 for outcome in outcomes)
+    gn.check(found.net)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_cut_kernels_are_connected_again(name: str) -> None:
+    found = found_for(name)
+    net = found.net
+    module: Any = found.model.get_submodule("1")
+    whole = module.weight.detach().clone()
+    weakest = net.relations("1").smallest(fraction=0.5)
+    ends = (weakest.parents, weakest.children)
+    numbers = weakest.weights.detach().clone()
+    with net.edit(reason="cut") as edit:
+        edit.cut(weakest)
+    assert int((module.weight == 0).sum()) == numbers.numel()
+    assert weight_of(net).density == 0.5
+    with net.edit(reason="connect") as edit:
+        edit.connect(*ends, pairs="aligned", weights=numbers)
+    assert torch.equal(module.weight, whole)
+    assert type(module) is type(LAYERS[name])
+
+
+def test_channels_of_different_groups_are_not_connected() -> None:
+    found = found_for("groups")
+    weight = weight_of(found.net)
+    parents = found.net.layers[weight.source]
+    children = found.net.layers[weight.target]
+    with found.net.edit(reason="cut") as edit:
+        edit.cut(found.net.relations("1"))
+        edit.allow_dead = True
+    before = found.snapshot()
+    with pytest.raises(gn.errors.EditError), found.net.edit() as edit:
+        edit.connect(parents[0], children[3])
+    assert oracle.same(before, found.snapshot()) == []
+    with found.net.edit() as edit:
+        edit.connect(parents[0], children[2])
+    assert len(found.net.relations("1")) == 1
+
+
+def test_channels_come_and_leave_with_the_nodes_of_their_spaces() -> None:
+    found = found_for("groups")
+    net = found.net
+    parents = net.layers[weight_of(net).source]
+    uids = parents.uid
+    for verb in ("remove_nodes", "freeze"):
+        with pytest.raises(gn.errors.EditError), net.edit() as edit:
+            getattr(edit, verb)(parents[:2])
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
+        edit.set_owner(parents[:2], "mine")
+    with net.edit(reason="a group") as edit:
+        edit.remove_nodes(net.space("0")[1])
+    # the two channels of the second group
+    assert parents.uid.tolist() == [*uids[:2].tolist(), *uids[4:].tolist()]
+    assert net.count().nodes == sum(len(space) for space in net.spaces)
+    with pytest.raises(gn.errors.StaleNodeError):
+        net.node(int(uids[2]))
+    assert net.node(int(uids[4])).uid == int(uids[4])
+
+
+@pytest.mark.parametrize("name", ["groups", "depthwise", "transposed"])
+def test_nodes_leave_and_come_beside_cut_kernels(name: str) -> None:
+    found = found_for(name)
+    net = found.net
+    module: Any = found.model.get_submodule("1")
+    with net.edit(reason="cut") as edit:
+        edit.cut(net.relations("1").smallest(fraction=0.25))
+    space = net.space("0")
+    before = found.snapshot()
+    outputs = found.outputs()
+    with net.edit(reason="grow") as edit:
+        edit.add_nodes(space, 2)
+    assert module.groups == len(space)
+    assert oracle.largest_difference(outputs, found.outputs()) < 1e-12
+    with net.edit(reason="shrink") as edit:
+        edit.remove_nodes(space[:2])
+    gn.check(net)
+    net.undo()
+    net.undo()
+    assert oracle.same(before, found.snapshot()) == []
+
+
+def test_rules_prune_kernels_of_groups_by_what_is_possible() -> None:
+    found = found_for("groups")
+    net = found.net
+    manager = RuleManager()
+    manager.add(PruneWeakest(transitions="1", sparsity=0.5, scope="child"))
+    manager.apply(net, 0)
+    topology = weight_of(net).topology
+    assert set(topology.fan_in().tolist()) == {1}
+    manager = RuleManager()
+    manager.add(PruneWeakest(sparsity=0.75, scope="transition"))
+    manager.apply(net, 0)
+    assert weight_of(net).density == 0.25
+
+
+def test_patterns_lie_inside_of_a_group() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.Conv2d(16, 8, 3, groups=2), nn.Conv2d(8, 4, 1))
+    net = gn.adopt(model, torch.randn(2, 3, 5, 5))
+    manager = RuleManager()
+    manager.add(PruneWeakest(transitions="1", pattern=(2, 4)))
+    manager.apply(net, 0)
+    exists = model[1].weight.flatten(2).norm(dim=2) > 0
+    assert set(exists.unflatten(1, (2, 4)).sum(2).flatten().tolist()) == {2}
+
+
+@pytest.mark.parametrize("rule", [Rewire, SRigL])
+def test_rewiring_leaves_groups_as_they_are(rule: Any) -> None:
+    found = found_for("groups")
+    net = found.net
+    with net.edit(reason="cut") as edit:
+        edit.cut(net.relations("0").smallest(fraction=0.5))
+        edit.cut(net.relations("1").smallest(fraction=0.5))
+    before = weight_of(net).topology.child
+    manager = RuleManager()
+    manager.add(rule(fraction=0.3))
+    manager.start(net)
+    found.step()
+    assert manager.apply(net, 0) is not None
+    assert torch.equal(before, weight_of(net).topology.child)
+    named = RuleManager()
+    named.add(rule(transitions="1"))
+
+    def rewire() -> None:
+        named.start(net)
+        found.step()
+        named.apply(net, 0)
+
+    with pytest.raises(gn.errors.EditError):
+        rewire()
+
+
+def test_files_and_copies_have_the_relations_that_are_left(tmp_path: Path) -> None:
+    found = found_for("groups")
+    net = found.net
+    with net.edit(reason="cut") as edit:
+        edit.cut(net.relations("1").smallest(fraction=0.5))
+        edit.freeze(net.relations("1")[:4])
+    gn.save(tmp_path / "file", net, undo=True)
+    file = gn.open(tmp_path / "file").adopted
+    assert len(file.relations("1")) == len(net.relations("1"))
+    assert torch.equal(file.relations("1").weights, net.relations("1").weights)
+    assert torch.equal(file.relations("1").frozen, net.relations("1").frozen)
+    assert torch.equal(file.relations("1").children, net.relations("1").children)
+    twin = copy.deepcopy(net)
+    assert torch.equal(twin.relations("1").parents, net.relations("1").parents)
+    again = subject(found.case).net
+    gn.restore(tmp_path / "file", into=again)
+    assert torch.equal(again.relations("1").weights, net.relations("1").weights)
+    file.undo()
+    assert len(file.relations("1")) == 24
+
+
+def test_a_mobile_net_is_pruned_with_its_depthwise_kernels() -> None:
+    found = subject(zoo.MODELS["mobilenet_v2"]())
+    depthwise = [weight for weight in found.net.transitions if weight._n_groups > 1]
+    assert depthwise
+    manager = RuleManager()
+    manager.add(PruneWeakest(fraction=0.5, scope="transition"))
+    manager.apply(found.net, 0)
+    for weight in depthwise:
+        assert weight.size == weight._n_groups - round(0.5 * weight._n_groups)
+    outputs = found.outputs()
+    assert all(bool(output.isfinite().all()) for output in outputs)
