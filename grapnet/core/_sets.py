@@ -1,7 +1,8 @@
 """NodeSet and RelationSet: selections of nodes and relations."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 import torch
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from ._graph import Graph
     from ._node import GrapNode
     from ._transition import Topology, Transition
+
+
+@runtime_checkable
+class Ranking(SupportsIndex, Protocol):
+    """How many relations to choose, and among which they are ranked: `grapnet.rules.Quota`."""
+
+    def places(self, key: Tensor) -> Tensor:
+        """Returns the ascending places of the relations with the smallest key, int32."""
+        ...
 
 
 class RelationSet:
@@ -143,11 +153,22 @@ class RelationSet:
         return self._gather(lambda t, at: self._store(t)._frozen_bits(at), torch.bool)
 
     def smallest(
-        self, *, count: int | None = None, fraction: float | None = None, key: Tensor | None = None
+        self,
+        *,
+        count: int | Ranking | None = None,
+        fraction: float | None = None,
+        key: Tensor | None = None,
     ) -> "RelationSet":
         """Returns the relations with the smallest key (|weight| by default); ties keep their
         order.
+
+        Args:
+            count: how many; a `grapnet.rules.Quota` also has the scope and limits of a rule.
+            fraction: which share of them.
+            key: one number per relation.
         """
+        if isinstance(count, Ranking) and fraction is None:
+            return self._at(count.places(self._key(key)))
         return self._ranked(count, fraction, key, largest=False)
 
     def largest(
@@ -227,26 +248,24 @@ class RelationSet:
         return f"RelationSet({parts or 'empty'})"
 
     def _ranked(
-        self, count: int | None, fraction: float | None, key: Tensor | None, *, largest: bool
+        self,
+        count: SupportsIndex | None,
+        fraction: float | None,
+        key: Tensor | None,
+        *,
+        largest: bool,
     ) -> "RelationSet":
-        if (count is None) == (fraction is None):
-            raise ValueError("pass either count= or fraction=")
-        if fraction is not None and not 0 <= fraction <= 1:
-            raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
-        if key is None:
-            key = self.strengths
-        else:
-            key = key.detach().reshape(-1).to(self._graph.device)
-        if len(key) != len(self):
-            raise ValueError(f"key has {len(key)} entries for {len(self)} relations")
-        require_ranks(key)
-        key = key.byte() if key.dtype == torch.bool else key
-        if count is not None and count < 0:
-            raise ValueError(f"count must not be negative, got {count}")
-        count = round(fraction * len(self)) if fraction is not None else min(count or 0, len(self))
-        if count <= 0:
+        count = how_many(count, fraction, len(self))
+        key = self._key(key)
+        if count == 0:
             return RelationSet(self._graph, {})
         return self._at(first_in_order(key, count, largest=largest))
+
+    def _key(self, key: Tensor | None) -> Tensor:
+        """Returns a key for all relations, |weight| by default; raises if it does not rank them."""
+        if key is None:
+            key = self.strengths
+        return as_key(key, len(self), "relations").to(self._graph.device)
 
     def _at(self, places: Tensor) -> "RelationSet":
         """Returns the relations at ascending int32 places in this set."""
@@ -295,6 +314,30 @@ class RelationSet:
 
     def _tensor(self, at: "Tensor | range") -> Tensor:
         return as_positions(at, self._graph.device)
+
+
+def how_many(count: SupportsIndex | None, fraction: float | None, size: int) -> int:
+    """Returns how many of `size` entries a count or a fraction means, at most all of them."""
+    if (count is None) == (fraction is None):
+        raise ValueError("pass either count= or fraction=")
+    if fraction is not None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
+        return round(fraction * size)
+    assert count is not None
+    count = index(count)
+    if count < 0:
+        raise ValueError(f"count must not be negative, got {count}")
+    return min(count, size)
+
+
+def as_key(key: Tensor, size: int, entries: str) -> Tensor:
+    """Returns a key with one number per entry, [size]; raises if it cannot rank them."""
+    key = key.detach().reshape(-1)
+    if len(key) != size:
+        raise ValueError(f"key has {len(key)} entries for {size} {entries}")
+    require_ranks(key)
+    return key.byte() if key.dtype == torch.bool else key
 
 
 def _as_slice(at: "Tensor | range") -> Tensor | slice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -36,17 +36,17 @@ class Assignment(NamedTuple):
     values: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
+class Choice(NamedTuple):
     """What a criterion has chosen.
 
     Attributes:
         leaving: the relations to cut, or the nodes to remove.
-        assigned: the numbers that those which stay get in the same edit; None if they keep theirs.
+        assigned: the numbers that those which stay get in the same edit, each an `Assignment` or a
+            pair `(what, values)`; None if they keep theirs.
     """
 
     leaving: Any
-    assigned: tuple[Assignment, ...] | None = None
+    assigned: Iterable[tuple[Any, Tensor]] | None = None
 
     def write(self, edit: Any) -> None:
         """Writes the choice into an open edit."""
@@ -56,8 +56,8 @@ class Choice:
             edit.cut(self.leaving)
         else:
             edit.remove_nodes(self.leaving)
-        for part in self.assigned or ():
-            edit.assign(part.what, part.values)
+        for what, values in self.assigned or ():
+            edit.assign(what, values)
 
 
 @runtime_checkable
@@ -72,17 +72,26 @@ class Criterion(Protocol):
 
     def choose(
         self, net: Any, candidates: Any, evidence: Evidence, count: int | Quota, /
-    ) -> Choice:
-        """Returns which candidates leave.
+    ) -> tuple[Any, Any]:
+        """Returns which candidates leave, and what becomes of those that stay: a `Choice`, or
+        `(leaving, assigned)`, where `assigned` is None if they keep their numbers.
 
         Args:
             net: the net or the adopted model.
             candidates: the relations or nodes to choose from; none of them is frozen.
             evidence: the recorders by name, and a torch.Generator as "generator".
-            count: how many of the candidates leave. A rule that ranks relations in groups gives a
-                `Quota`.
+            count: how many of the candidates leave. For relations, rules give a `Quota`, with
+                which `candidates.smallest(count=count, key=scores)` keeps to the scope and limits
+                of the rule; `int(count)` is the number.
         """
         ...
+
+
+def chosen(
+    criterion: Criterion, net: Any, candidates: Any, evidence: Evidence, count: int | Quota
+) -> Choice:
+    """Returns what a criterion chooses."""
+    return Choice(*criterion.choose(net, candidates, evidence, count))
 
 
 class Scored:
@@ -129,7 +138,7 @@ class Scored:
         quota = Quota.of(count)
         if isinstance(candidates, NodeSet):
             scores = scored(self, net, candidates, evidence)
-            order = scores.argsort(stable=True)[: quota.total]
+            order = scores.argsort(stable=True)[: int(quota)]
             return Choice(candidates[order.sort().values])
         candidates = free_of(candidates)
         scores = scored(self, net, candidates, evidence)
@@ -144,7 +153,7 @@ class Scored:
             last = last_parents(net, candidates, scores)
             if len(last):
                 key = key.index_fill(0, last, torch.inf)
-        return Choice(candidates._at(quota.places(key)))
+        return Choice(candidates.smallest(count=quota, key=key))
 
 
 def free_of(relations: RelationSet) -> RelationSet:

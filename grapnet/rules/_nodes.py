@@ -17,7 +17,7 @@ from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._costs import latency
 from grapnet.spaces._space import Space
 
-from ._criteria import WINDOW, Choice, as_criterion, refusal_of, scored
+from ._criteria import WINDOW, Choice, as_criterion, chosen, refusal_of, scored
 from ._elimination import Elimination
 from ._node_criteria import NODES
 from ._prunable import frozen_tensor, multiple_of_nodes, prunable, size_at_adoption
@@ -209,7 +209,7 @@ class PruneNodes:
         criterion = self.criterion
         if not hasattr(criterion, "score"):
             candidates = layer[torch.from_numpy(np.sort(rank.rows))]
-            return criterion.choose(net, candidates, evidence, count)
+            return chosen(criterion, net, candidates, evidence, count)
         return Choice(layer[torch.from_numpy(np.sort(rank.rows[:count]))])
 
     def _scores(

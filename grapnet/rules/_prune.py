@@ -18,6 +18,7 @@ from ._criteria import (
     WINDOW,
     Choice,
     as_criterion,
+    chosen,
     free_of,
     refusal_of,
     scored,
@@ -216,7 +217,7 @@ class PruneWeakest:
             amount = self._amount(context.step)
             quota = quota_of(net, candidates, amount, self._scope, context.budget, self.keep)
             quota = replace(quota, compare=self.compare)
-            choice = self.criterion.choose(net, candidates, evidence, quota)
+            choice = chosen(self.criterion, net, candidates, evidence, quota)
         weakest = choice.leaving
         largest = 0.0
         if len(weakest):

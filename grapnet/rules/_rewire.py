@@ -147,7 +147,7 @@ class Rewire:
             relations = self._candidates(net, edit, open_ones)
             quota = self._quota(net, open_ones, relations, fraction, taken)
             found.append((open_ones, relations, quota))
-        shares = shared_out([quota.total for _, _, quota in found], context.budget.edits)
+        shares = shared_out([int(quota) for _, _, quota in found], context.budget.edits)
         for (group, relations, quota), most in zip(found, shares, strict=True):
             if most == 0:
                 continue

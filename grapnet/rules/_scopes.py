@@ -22,6 +22,9 @@ Comparison = Literal["lamp", "mean", "score"]
 class Quota:
     """How many of some relations leave, and among which they are ranked.
 
+    Rules give it to criteria in place of a count. `relations.smallest(count=quota, key=scores)`
+    keeps to the scope, the pattern and the limits; `int(quota)` is how many leave in all.
+
     Attributes:
         counts: how many relations of each group leave, [groups] int64.
         groups: the group of each relation, [n] int64; None if all of them are one group.
@@ -49,9 +52,8 @@ class Quota:
             return count
         return cls(torch.tensor([count], device="cpu"))
 
-    @property
-    def total(self) -> int:
-        """How many leave in all, before limits."""
+    def __index__(self) -> int:
+        """Returns how many leave in all, before limits."""
         return int(self.counts.sum())
 
     def places(self, key: Tensor) -> Tensor:
@@ -61,6 +63,15 @@ class Quota:
             key: one number per relation; the smallest leave first.
         """
         require_ranks(key)
+        by_relation = [side.nodes for side in self.limits]
+        if self.groups is not None:
+            by_relation.append(self.groups)
+        for numbers in by_relation:
+            if len(numbers) != len(key):
+                raise ValueError(
+                    f"this Quota is for {len(numbers)} relations, and the key has {len(key)}"
+                    " entries; rank all candidates"
+                )
         if self.groups is None:
             return weakest_places(key, self._within(int(self.counts[0])), list(self.limits))
         limits: list[Side] = []

@@ -140,7 +140,7 @@ class SynFlow(Scored):
         self, net: Any, candidates: Any, evidence: Evidence, count: int | Quota, /
     ) -> Choice:
         """Returns the relations that leave in rounds until so many are gone."""
-        share = Quota.of(count).total / max(1, len(candidates))
+        share = int(count) / max(1, len(candidates))
         rounds = replace(self, fraction=share)
         return Scored.choose(rounds, net, candidates, evidence, count)
 

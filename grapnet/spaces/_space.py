@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
-from grapnet.core._index_map import require_ranks
 from grapnet.core._layer import Layer
-from grapnet.core._sets import NodeSet
+from grapnet.core._sets import NodeSet, as_key, how_many
 
 from ._axes import Expression, atoms_of, occurrences, positions
 from ._discovery import AtomRecord, Typed
@@ -143,20 +142,10 @@ class Space(Layer):
                 for are returned.
             key: one number per node.
         """
-        if (count is None) == (fraction is None):
-            raise ValueError("pass either count= or fraction=")
-        if fraction is not None:
-            if not 0 <= fraction <= 1:
-                raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
-            count = round(fraction * len(self))
-        assert count is not None
-        stay = math.ceil((len(self) - count) / multiple) * multiple
-        count = max(0, len(self) - stay)
-        key = self.norms() if key is None else key.detach().cpu().reshape(-1)
-        if len(key) != len(self):
-            raise ValueError(f"key has {len(key)} entries for {len(self)} nodes")
-        require_ranks(key)
-        chosen = key.argsort(stable=True)[:count].sort().values
+        stay = len(self) - how_many(count, fraction, len(self))
+        leave = max(0, len(self) - math.ceil(stay / multiple) * multiple)
+        key = as_key(self.norms() if key is None else key, len(self), "nodes").cpu()
+        chosen = key.argsort(stable=True)[:leave].sort().values
         return self[chosen]
 
     def __repr__(self) -> str:

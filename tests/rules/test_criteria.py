@@ -604,6 +604,80 @@ def test_a_criterion_that_only_chooses_can_assign() -> None:
         PruneNodes(0.5, by=FirstNodes(), scope="model")(net, edit, RuleContext())
 
 
+class ByUid:
+    """Chooses by the uid of the node, or of the parent: the smallest leave."""
+
+    def choose(self, net: Any, candidates: Any, evidence: Any, count: Any) -> tuple[Any, None]:
+        if isinstance(candidates, gn.RelationSet):
+            return candidates.smallest(count=count, key=candidates.parents), None
+        return candidates[candidates.uids.argsort()[:count]], None
+
+
+def test_an_own_choice_is_a_plain_tuple_for_rules() -> None:
+    net = gn.GrapNet([6, 8, 4])
+    with net.edit() as edit:
+        PruneWeakest(0.5, by=ByUid(), transitions=0)(net, edit, RuleContext())
+    assert net.layers[0].outgoing().parents.unique().tolist() == [3, 4, 5]
+    with net.edit() as edit:
+        PruneNodes(0.25, by=ByUid())(net, edit, RuleContext())
+    assert net.layers[1].uids.tolist() == list(range(8, 14))
+
+
+def test_an_own_choice_by_hand_is_that_of_the_rule() -> None:
+    net = gn.GrapNet([6, 8, 4])
+    relations = net.layers[0].outgoing()
+    leaving, assigned = ByUid().choose(net, relations, {}, 16)
+    assert leaving.parents.unique().tolist() == [0, 1]
+    assert assigned is None
+    leaving, _ = ByUid().choose(net, net.layers[1], {}, 3)
+    assert leaving.uids.tolist() == [6, 7, 8]
+
+
+@pytest.mark.parametrize("scope", ["child", "owner", "transition", "model"])
+def test_an_own_choice_keeps_to_the_scope_and_the_limits_of_a_rule(scope: Any) -> None:
+    class Weakest:
+        def choose(self, net: Any, candidates: Any, evidence: Any, count: Any) -> Any:
+            assert int(count) > 0
+            return candidates.smallest(count=count, key=candidates.strengths), None
+
+    found = []
+    for by in (Weakest(), "magnitude"):
+        torch.manual_seed(0)
+        net = gn.GrapNet([8, 10, 5])
+        rule = PruneWeakest(0.4, by=by, scope=scope, compare="score", keep=30)
+        budget = rules.Budget(edits=25, children=2)
+        with net.edit() as edit:
+            rule(net, edit, RuleContext(budget=budget))
+        assert net.count().relations == 130 - 25
+        found.append(net.state_dict())
+    own, built_in = found
+    for name, tensor in own.items():
+        assert torch.equal(tensor, built_in[name])
+
+
+def test_the_choice_of_a_criterion_has_two_parts() -> None:
+    net = gn.GrapNet([6, 8, 4])
+    relations = net.layers[0].outgoing()
+    choice = rules.Magnitude().choose(net, relations, {}, 5)
+    leaving, assigned = choice
+    assert leaving is choice.leaving
+    assert assigned is None
+    with net.edit() as edit:
+        rules.Choice(leaving, [(net.layers[1], torch.ones(8))]).write(edit)
+    assert len(net.layers[0].outgoing()) == 43
+    assert net.layers[1].biases.tolist() == [1.0] * 8
+
+
+def test_a_quota_ranks_all_of_its_relations() -> None:
+    class Half:
+        def choose(self, net: Any, candidates: Any, evidence: Any, count: Any) -> Any:
+            return candidates[: len(candidates) // 2].smallest(count=count), None
+
+    net = gn.GrapNet([6, 8, 4])
+    with net.edit() as edit, pytest.raises(ValueError, match="48 .* 24"):
+        PruneWeakest(0.4, by=Half(), scope="child", transitions=0)(net, edit, RuleContext())
+
+
 def test_tiles_are_ranked_by_the_scores_of_their_relations() -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([64, 48])

@@ -423,7 +423,7 @@ class Amplified:
     """Cuts the smallest relations, and gives those that stay twice their weights."""
 
     def choose(self, net, candidates, evidence, count):
-        number = count if isinstance(count, int) else count.total
+        number = int(count)
         order = candidates.strengths.argsort()
         leaving = candidates[order[:number].sort().values]
         staying = candidates[order[number:].sort().values]
