@@ -65,10 +65,13 @@ def why_not_linear(net: Adopted, name: str) -> str:
         return f"{name} belongs to several modules: {', '.join(paths)}"
     module: Any = net.model.get_submodule(paths[0])
     kind = type(module).__name__
-    if not name.endswith("weight") or not (_is_matrix(module) or is_convolution(module)):
-        return f"{name} belongs to a {kind}, which is neither a Linear nor a convolution"
-    if getattr(module, "groups", 1) != 1:
-        return f"{paths[0]} is a convolution of {module.groups} groups"
+    is_known = _is_matrix(module) or is_convolution(module)
+    if not name.endswith("weight") or not is_known or getattr(module, "groups", 1) != 1:
+        groups = f" of {module.groups} groups" if getattr(module, "groups", 1) != 1 else ""
+        return (
+            f"{name} belongs to a {kind}{groups}, and only Linears and convolutions without groups"
+            " that are not transposed are recorded"
+        )
     if paths[0] not in net._typed.inputs or paths[0] not in net._typed.outputs:
         return f"{paths[0]} is not called as a module, or not with the same axes each time"
     return ""

@@ -16,6 +16,8 @@ from grapnet.core._sets import RelationSet
 from grapnet.core._transition import Topology
 from grapnet.execution._family import find_families
 from grapnet.spaces._adopted import Adopted
+from grapnet.spaces._grouped import Channels
+from grapnet.spaces._space import Space
 
 from ._budget import Budget, Side
 from ._criteria import RELATIONS, as_criterion, refusal_of, scored
@@ -176,12 +178,19 @@ class CovarianceSifter:
             return chosen_transitions(net, self.transitions, between)
         between = []
         for t in net._trainable_transitions():
-            source, target = (net.spaces[number] for number in net.ends[t])
+            parents, children = (_spaces_of(net, number) for number in net.ends[t])
             # The model computes both, and returns no child.
-            is_hidden = len(source.writers) > 0 and not target.pins
+            is_computed = any(space.writers for space in parents)
+            is_hidden = is_computed and not any(space.pins for space in children)
             if is_hidden and not refusal_of(self.criterion, net, t):
                 between.append(t)
         return chosen_transitions(net, self.transitions, between)
+
+
+def _spaces_of(net: Adopted, number: int) -> list[Space]:
+    """Returns a space, or those that divide channels."""
+    layer = net.layers[number]
+    return layer.spaces if isinstance(layer, Channels) else [layer]
 
 
 def _below(net: Graph, cut: list[int]) -> list[int]:

@@ -616,20 +616,26 @@ class SpaceEdit(Edit):
         for t in graph.entering(number) if parents else graph.leaving(number):
             weight = graph.transitions[t]
             far = weight.source if parents else weight.target
-            # New nodes have all of their relations.
-            counts += sum(len(born.uids) for born in self._requests.newborns.get(far, ()))
-            if weight.grid.opened is None and t not in self._requests.cuts:
+            far_spaces = [far]
+            if isinstance(graph.layers[far], Channels):
+                far_spaces = [space.index for space in graph.layers[far].spaces]
+            # which of the far nodes stay; channels leave with a node of any of their spaces
+            far_stays = torch.ones(1, dtype=torch.bool)
+            for space in far_spaces:
+                # New nodes have all of their relations.
+                counts += sum(len(born.uids) for born in self._requests.newborns.get(space, ()))
+                own = gone.get(space, torch.zeros(len(graph.spaces[space]), dtype=torch.bool))
+                far_stays = (far_stays[:, None] & ~own).reshape(-1)
+            is_whole = weight.grid.opened is None and t not in self._requests.cuts
+            if is_whole and weight._n_groups == 1:
                 # A tensor that has all of its relations is not wired, which would take long.
-                counts += len(graph.spaces[far])
-                if far in gone:
-                    counts -= int(gone[far].sum())
+                counts += int(far_stays.sum())
                 continue
             if t not in relations:
                 relations[t] = self._relations_after(t)
             upper, lower = relations[t]
             near_rows, far_rows = (lower, upper) if parents else (upper, lower)
-            if far in gone:
-                near_rows = near_rows[~gone[far][far_rows]]
+            near_rows = near_rows[far_stays[far_rows]]
             counts += torch.bincount(near_rows, minlength=len(counts))
         return counts == 0
 

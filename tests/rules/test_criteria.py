@@ -674,7 +674,7 @@ def test_a_quota_ranks_all_of_its_relations() -> None:
             return candidates[: len(candidates) // 2].smallest(count=count), None
 
     net = gn.GrapNet([6, 8, 4])
-    with net.edit() as edit, pytest.raises(ValueError, match="48 .* 24"):
+    with net.edit() as edit, pytest.raises(ValueError, match=r"48 .* 24"):
         PruneWeakest(0.4, by=Half(), scope="child", transitions=0)(net, edit, RuleContext())
 
 

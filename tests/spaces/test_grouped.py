@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.rules import PruneWeakest, Rewire, RuleManager, SRigL
+from grapnet import rules
+from grapnet.rules import (
+    CovarianceSifter,
+    PruneWeakest,
+    RemoveOrphans,
+    Rewire,
+    RuleManager,
+    SRigL,
+)
 from grapnet.spaces import Adopted
 from tests.spaces import matrix, oracle, zoo
 from tests.spaces.subjects import Subject, subject
@@ -198,6 +206,144 @@ def test_rewiring_leaves_groups_as_they_are(rule: Any) -> None:
 
     with pytest.raises(gn.errors.EditError):
         rewire()
+
+
+def table_of(net: Adopted, of_relations: Tensor) -> Tensor:
+    """Returns one number per kernel of module 1 in the layout of its weight, [rows, columns]."""
+    weight = weight_of(net)
+    module: Any = net.model.get_submodule("1")
+    table = torch.full(module.weight.shape[:2], torch.nan, dtype=torch.float64)
+    parents = weight.topology.parents().long()
+    children = weight.topology.child.long()
+    per_group = (module.in_channels // module.groups, module.out_channels // module.groups)
+    if isinstance(module, nn.ConvTranspose2d):
+        table[parents, children % per_group[1]] = of_relations.double()
+    else:
+        table[children, parents % per_group[0]] = of_relations.double()
+    return table
+
+
+def loss_of(model: Any, batch: Tensor) -> Tensor:
+    return model(batch).square().sum()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_criteria_score_the_kernels_of_groups(name: str) -> None:
+    found = found_for(name)
+    net = found.net
+    model: Any = found.model
+    weight = model[1].weight
+    (x,) = found.case.inputs
+    relations = net.relations("1")
+    magnitude = weight.detach().flatten(2).norm(dim=2)
+    scores = rules.Magnitude().score(net, relations, {})
+    torch.testing.assert_close(table_of(net, scores), magnitude)
+    # the gradient, as for Taylor and SNIP
+    weights = [model[0].weight, weight, model[3].weight]
+    gradients = torch.autograd.grad(loss_of(model, x), weights, create_graph=True)
+    taylor = (weight * gradients[1]).flatten(2).sum(2).abs().detach()
+    recorders = rules.Taylor().recorders(net, relations)
+    for recorder in recorders.values():
+        recorder.arm(net)
+    loss_of(model, x).backward()
+    torch.testing.assert_close(
+        table_of(net, rules.Taylor().score(net, relations, recorders)), taylor
+    )
+    snip = (weight * gradients[1]).abs().flatten(2).sum(2).detach()
+    scores = rules.SNIP([x], loss_of).score(net, relations)
+    assert len(scores) == len(relations)
+    torch.testing.assert_close(table_of(net, scores), snip)
+    product = sum((own * own.detach()).sum() for own in gradients)
+    (curvature,) = torch.autograd.grad(product, [weight])
+    grasp = (weight * curvature).flatten(2).sum(2).detach()
+    scores = rules.GraSP([x], loss_of).score(net, relations)
+    torch.testing.assert_close(table_of(net, scores), grasp)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_synaptic_flow_passes_through_groups(name: str) -> None:
+    found = found_for(name)
+    positive = copy.deepcopy(found.model)
+    with torch.no_grad():
+        for parameter in positive.parameters():
+            parameter.abs_()
+    (x,) = found.case.inputs
+    module: Any = positive.get_submodule("1")
+    (gradient,) = torch.autograd.grad(positive(torch.ones_like(x)).sum(), [module.weight])
+    flow = (module.weight * gradient).detach().flatten(2).sum(2)
+    scores = rules.SynFlow(0.5, rounds=1).score(found.net, found.net.relations("1"))
+    places = table_of(found.net, scores)
+    # the flow of the others is computed anew without these
+    half = flow.numel() // 2
+    assert torch.equal(places.flatten().argsort()[:half], flow.flatten().argsort()[:half])
+
+
+@pytest.mark.parametrize("by", ["wanda", "fisher", "obs", "alternating", "correlation"])
+@pytest.mark.parametrize("name", ["groups", "depthwise", "transposed"])
+def test_criteria_that_record_cells_leave_groups_out(name: str, by: str) -> None:
+    found = found_for(name)
+    net = found.net
+    kernels = len(net.relations("1"))
+    manager = RuleManager(allow_dead=True)
+    manager.add(PruneWeakest(fraction=0.5, by=by))
+    with manager.recording(net):
+        loss_of(found.model, *found.case.inputs).backward()
+    manager.apply(net)
+    assert len(net.relations("1")) == kernels
+    assert len(net.relations("3")) < 5 * len(net.layers[weight_of(net, "3.weight").source])
+    named = PruneWeakest(fraction=0.5, by=by, transitions="1")
+    with pytest.raises(gn.errors.EditError, match=r"1\.weight"):
+        named.recorders(net)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_sifter_cuts_kernels_of_groups_by_scores_and_leaves_them_out_by_correlation(
+    name: str,
+) -> None:
+    found = found_for(name)
+    net = found.net
+    kernels = len(net.relations("1"))
+    manager = RuleManager()
+    manager.add(CovarianceSifter())
+    manager.start(net)
+    found.step()
+    manager.apply(net)
+    assert len(net.relations("1")) == kernels
+    degrees = weight_of(net).topology.degrees
+    manager = RuleManager()
+    manager.add(CovarianceSifter("1", by="magnitude"))
+    manager.apply(net)
+    cut = degrees - weight_of(net).topology.degrees
+    assert torch.equal(cut, degrees // 2)
+
+
+def test_orphans_of_groups_leave() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), LAYERS["one of several"], nn.Conv2d(4, 5, 1))
+    net = gn.adopt(copy.deepcopy(model), torch.randn(2, 3, 6, 6))
+    relations = net.relations("1")
+    groups = net.layers[weight_of(net).target]
+    with net.edit(reason="a group") as edit:
+        edit.cut(groups[1].incoming())
+    assert [len(relations), len(net.relations("1"))] == [8, 6]
+    manager = RuleManager()
+    manager.add(RemoveOrphans())
+    assert manager.apply(net, dry_run=True).orphans == 0
+    manager.apply(net)
+    assert len(groups) == 3
+    assert net.model[1].groups == 3
+
+
+def test_channels_that_groups_alone_read_leave_with_their_last_reader() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), LAYERS["several of one"], nn.Conv2d(16, 5, 1))
+    net = gn.adopt(copy.deepcopy(model), torch.randn(2, 3, 6, 6))
+    channels = net.layers[weight_of(net).source]
+    manager = RuleManager()
+    manager.add(RemoveOrphans(childless=True))
+    assert manager.apply(net) is None
+    with net.edit(reason="a channel") as edit:
+        edit.cut(channels[2].outgoing())
+    manager.apply(net)
+    assert len(channels) == 7
 
 
 def test_files_and_copies_have_the_relations_that_are_left(tmp_path: Path) -> None:
