@@ -46,6 +46,8 @@ from ._scopes import (
 )
 from ._tiles import TileGrid, strongest_of_children, tiles_by_grid, weakest_tiles
 
+# The scopes of tiles, each of which belongs to many nodes.
+TILED: tuple[Scope, ...] = ("transition", "model")
 # What `by=` means.
 CRITERIA: dict[str, Any] = {
     **RELATIONS,
@@ -136,7 +138,8 @@ class PruneWeakest:
         tile: cuts whole tiles of so many nodes a side, 16, 32, 64 or 128, by the root mean square
             of the scores of their relations, and as many as come near to the share. The `tiles`
             backend runs what is left fast. A tile with a frozen relation is not cut. With the scope
-            "model" or "transition", and a criterion that scores relations one by one.
+            "model" or "transition", which is the default for Wanda, and a criterion that scores
+            relations one by one.
         window: the number of steps that a criterion which is given by its name records.
 
     Examples:
@@ -179,7 +182,7 @@ class PruneWeakest:
         object.__setattr__(self, "transitions", as_transitions(self.transitions))
 
     def _require_tiles(self) -> None:
-        if self.pattern is not None or self._scope not in ("transition", "model"):
+        if self.pattern is not None or self._scope not in TILED:
             raise EditError(
                 'tiles belong to many nodes: with tile=, scope is "model" or "transition", and'
                 " there is no pattern="
@@ -198,7 +201,10 @@ class PruneWeakest:
     def _scope(self) -> Scope:
         if self.pattern is not None:
             return "child"
-        return self.scope or getattr(self.criterion, "scope", "transition")
+        default: Any = getattr(self.criterion, "scope", "transition")
+        if self.tile is not None and default not in TILED:
+            default = "transition"
+        return self.scope or default
 
     def recorders(self, net: Graph) -> dict[str, Recorder]:
         """Returns the recorders of the criterion."""
@@ -292,16 +298,14 @@ def gradual_pruning(
     every: int = 100,
     start: int = 0,
     stop: float = 0.75,
-    transitions: Transitions | None = None,
-    scope: Scope | None = None,
-    tile: int | None = None,
+    **settings: Any,
 ) -> Scheduled:
-    """Returns gradual magnitude pruning (Zhu and Gupta 2017) for a training of `steps` steps.
+    """Returns gradual pruning (Zhu and Gupta 2017) for a training of `steps` steps.
 
     `manager.add(gradual_pruning(1000, 0.9))` prunes with `PruneWeakest` along a `GradualSchedule`,
     every `every` steps from `start` on, where the sparsity is `initial`. The last pruning reaches
-    `sparsity` at the share `stop` of the steps or shortly before it. All relations are ranked
-    together unless `scope` says otherwise. With `tile`, it cuts whole tiles.
+    `sparsity` at the share `stop` of the steps or shortly before it. `settings` are those of
+    `PruneWeakest`: by default all relations are ranked together by magnitude.
 
     Examples:
         >>> gradual_pruning(1000, 0.9).schedule
@@ -311,5 +315,5 @@ def gradual_pruning(
     # The last step at which the rule is due, where the ramp must arrive.
     end -= (end - start) % every
     ramp = GradualSchedule(sparsity, begin=start, end=end, initial=initial)
-    rule = PruneWeakest(sparsity=ramp, transitions=transitions, scope=scope, tile=tile)
+    rule = PruneWeakest(sparsity=ramp, **settings)
     return Scheduled(rule, Every(every, start=start, until=end))

@@ -136,13 +136,11 @@ class Amount:
 
     def total(self, net: Graph, transitions: Sequence[int]) -> Tensor:
         """Returns how many relations of some transitions together leave, one number."""
-        sizes = net.sizes
         present = 0
         possible = 0
         for t in transitions:
-            source, target = net.ends[t]
             present += net.transitions[t].size
-            possible += sizes[source] * sizes[target] // net.transitions[t]._n_groups
+            possible += possible_relations(net, t)
         return self.of(torch.tensor(present, device="cpu"), possible)
 
 
@@ -237,17 +235,25 @@ def transition_side(net: Graph, candidates: RelationSet, keep: float) -> Side:
     """Returns how many relations each transition can spare."""
     spare = []
     numbers = []
-    sizes = net.sizes
     for n, (t, at) in enumerate(candidates._positions_by_transition().items()):
-        least = keep
-        if isinstance(keep, float):
-            source, target = net.ends[t]
-            possible = sizes[source] * sizes[target] // net.transitions[t]._n_groups
-            least = round(keep * possible)
-        spare.append(max(0, net.transitions[t].size - int(least)))
+        spare.append(spare_of(net, t, keep))
         numbers.append(torch.full((len(at),), n, device=net.device))
     nothing = torch.empty(0, dtype=torch.int64, device=net.device)
     return Side(torch.cat([nothing, *numbers]), torch.tensor(spare, device=net.device).long())
+
+
+def spare_of(net: Graph, t: int, keep: float) -> int:
+    """Returns how many relations a transition can spare, of which `keep` stay."""
+    least = keep
+    if isinstance(keep, float):
+        least = round(keep * possible_relations(net, t))
+    return max(0, net.transitions[t].size - int(least))
+
+
+def possible_relations(net: Graph, t: int) -> int:
+    """Returns how many relations a transition can have."""
+    source, target = net.ends[t]
+    return len(net.layers[source]) * len(net.layers[target]) // net.transitions[t]._n_groups
 
 
 def compared(scores: Tensor, sizes: Sequence[int], how: Comparison) -> Tensor:

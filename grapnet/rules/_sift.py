@@ -1,7 +1,7 @@
 """CovarianceSifter: cuts the children that a criterion finds weakest for a whole family."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,16 @@ from ._rule import (
     as_transitions,
     chosen_transitions,
 )
-from ._scopes import Comparison, Quota, compared, require_comparison, require_scope
+from ._scopes import (
+    Comparison,
+    Quota,
+    Scope,
+    compared,
+    require_comparison,
+    require_keep,
+    require_scope,
+    spare_of,
+)
 
 NO_NODES = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -55,14 +64,17 @@ class CovarianceSifter:
             input, and whose children are not pinned.
         fraction: the share of the children to cut, rounded down to a whole number. A child of
             several families counts for each of them.
-        scope: what is ranked together: the children of each family ("owner"), of all families of
-            each transition ("transition"), or of all families of all transitions ("model").
+        scope: what is ranked together: the children of each family ("owner"), the families of each
+            child ("child"), the children of all families of each transition ("transition"), or of
+            all transitions ("model").
         compare: how scores of different transitions compare in the scope "model", as for
             `PruneWeakest`. By default that of the criterion: "score" for correlations.
         window: the number of steps that a criterion which is given by its name records.
         by: the criterion of relations: "correlation", "magnitude", "wanda", "taylor", "fisher",
             "random", an object, or a function, as for `PruneWeakest`; it scores relations one by
             one.
+        keep: how many relations of each transition stay at least, as an int, or which share of the
+            possible ones, as a float.
 
     Examples:
         >>> net = GrapNet([4, 6, 6, 2])
@@ -81,13 +93,15 @@ class CovarianceSifter:
     fraction: float = 0.5
     window: int = 50
     by: Any = "correlation"
-    scope: Literal["owner", "transition", "model"] = "owner"
+    scope: Scope = "owner"
     compare: Comparison | None = None
+    keep: float = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transitions", as_transitions(self.transitions))
-        require_scope(self.scope, ("owner", "transition", "model"))
+        require_scope(self.scope)
         require_comparison(self.compare)
+        require_keep(self.keep)
         if not hasattr(self.criterion, "score"):
             raise EditError(f"a family is sifted by scores, and {self.by!r} has none")
         if not 0 <= self.fraction <= 1:
@@ -115,7 +129,8 @@ class CovarianceSifter:
         for t in numbers:
             scores = scored(self.criterion, net, RelationSet.of(net, [t]), evidence)
             targets[t] = _targets(net, t, scores)
-        weak = _within(net, targets, self._weakest(targets, context.budget), context.budget)
+        weak = self._weakest(net, targets, context.budget)
+        weak = _within(net, targets, weak, context.budget, self.keep)
         cut = [t for t, marks in zip(numbers, weak, strict=True) if marks.any()]
         for t, marks in zip(numbers, weak, strict=True):
             if t in cut:
@@ -133,25 +148,26 @@ class CovarianceSifter:
         if below:
             edit.remove_orphans(below)
 
-    def _weakest(self, targets: "dict[int, _Targets]", budget: Budget) -> list[np.ndarray]:
-        """Marks the targets that are to go, transition by transition; a budget of relations and of
-        parents is left aside.
+    def _weakest(
+        self, net: Graph, targets: "dict[int, _Targets]", budget: Budget
+    ) -> list[np.ndarray]:
+        """Marks the targets that are to go, transition by transition; limits of relations and of
+        parents are left aside.
         """
         if not targets:
             return []
         parts = list(targets.values())
         sizes = [len(part.scores) for part in parts]
         degrees = torch.from_numpy(np.concatenate([part.degrees for part in parts]))
-        starts = np.cumsum([0, *(len(part.degrees) for part in parts)])
-        families = torch.from_numpy(
-            np.concatenate([p.families + start for p, start in zip(parts, starts, strict=False)])
-        )
+        families = _joined([part.families for part in parts], [len(p.degrees) for p in parts])
         if self.scope == "owner":
-            present = degrees
             groups = families
+        elif self.scope == "child":
+            n_children = [net.transitions[t].topology.n_children for t in targets]
+            groups = _joined([part.children for part in parts], n_children)
         else:
-            present = torch.tensor(sizes, device="cpu")
-            groups = torch.arange(len(sizes), device="cpu").repeat_interleave(present)
+            groups = torch.arange(len(sizes), device="cpu").repeat_interleave(torch.tensor(sizes))
+        present = torch.bincount(groups)
         if self.scope == "model":
             present = present.sum().view(1)
         counts = (self.fraction * present.double() + 1e-9).long()
@@ -264,31 +280,44 @@ def _families(topology: Topology) -> list[Tensor]:
     return [members for members, _ in found]
 
 
-def _within(
-    net: Graph, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget
-) -> list[np.ndarray]:
-    """Returns the marks of weak targets, transition by transition, without those that the budget
-    spares.
-    """
-    if not targets or (budget.edits is None and budget.parents == 0):
-        return weak
-    parts = [(t, part, marks) for (t, part), marks in zip(targets.items(), weak, strict=True)]
-    scores, sizes = (
-        np.concatenate([part[field][marks] for _, part, marks in parts]) for field in (2, 3)
+def _joined(parts: list[np.ndarray], sizes: list[int]) -> Tensor:
+    """Returns numbers of several transitions, each counted on from the sizes of those before it."""
+    starts = np.cumsum([0, *sizes])
+    return torch.from_numpy(
+        np.concatenate([part + start for part, start in zip(parts, starts, strict=False)])
     )
-    order = scores.argsort(kind="stable")
-    kept = np.ones(len(scores), dtype=bool)
+
+
+def _within(
+    net: Graph,
+    targets: dict[int, _Targets],
+    weak: list[np.ndarray],
+    budget: Budget,
+    keep: float,
+) -> list[np.ndarray]:
+    """Returns the marks of weak targets, transition by transition, without those that limits of
+    relations and of parents spare.
+    """
+    if not targets or (budget.edits is None and budget.parents == 0 and keep == 0):
+        return weak
+    parts = list(zip(targets.values(), weak, strict=True))
+    scores = np.concatenate([part.scores[marks] for part, marks in parts])
+    sizes = np.concatenate([part.sizes[marks] for part, marks in parts])
+    # what each target takes from, and how many relations that can spare
+    limits = []
     if budget.parents:
         fan_in = [net.transitions[t].topology.fan_in().cpu().numpy() for t in targets]
-        starts = np.cumsum([0, *map(len, fan_in)])
-        child = np.concatenate(
-            [p.children[marks] + s for (_, p, marks), s in zip(parts, starts, strict=False)]
-        )
-        kept = (
-            np.concatenate(fan_in)[child] - _running_totals(child, sizes, order) >= budget.parents
-        )
+        child = _joined([part.children[marks] for part, marks in parts], [*map(len, fan_in)])
+        limits.append((child.numpy(), np.concatenate(fan_in) - budget.parents))
+    if keep:
+        numbers = np.repeat(np.arange(len(parts)), [marks.sum() for marks in weak])
+        limits.append((numbers, np.array([spare_of(net, t, keep) for t in targets])))
     if budget.edits is not None:
-        kept &= _running_totals(np.zeros_like(sizes), sizes * kept, order) <= budget.edits
+        limits.append((np.zeros_like(sizes), np.array([budget.edits])))
+    order = scores.argsort(kind="stable")
+    kept = np.ones(len(scores), dtype=bool)
+    for places, spare in limits:
+        kept &= _running_totals(places, sizes * kept, order) <= spare[places]
     ends = np.cumsum([marks.sum() for marks in weak])
     for marks, part in zip(weak, np.split(kept, ends[:-1]), strict=True):
         marks[marks] = part

@@ -255,6 +255,36 @@ def test_a_scope_says_which_children_are_ranked_together(
         assert found == cut
 
 
+def test_each_child_loses_the_same_share_of_its_families() -> None:
+    # Three families of one node, one of which leads to the first two children alone.
+    wiring = [
+        full_pairs(4, 3),
+        ([0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 0, 2]),
+        full_pairs(3, 2),
+    ]
+    net = gn.GrapNet.from_relations([4, 3, 3, 2], wiring)
+    relations = net.layers[1].outgoing()
+    relations.weights = torch.tensor([1.0, 9.0, 5.0, 2.0, 3.0, 4.0, 6.0])
+    with net.edit() as edit:
+        CovarianceSifter(by="magnitude", scope="child")(net, edit, RuleContext())
+        # the weakest of the three families of child 0, and of the two of the others
+        cut = edit.cuts
+        assert net.layers[1].rows(cut.parents).tolist() == [0, 0, 1]
+        assert net.layers[2].rows(cut.children).tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize("scope", ["child", "owner", "transition", "model"])
+@pytest.mark.parametrize("keep", [21, 0.36])
+def test_a_sifter_keeps_relations_of_each_transition(scope: Any, keep: float) -> None:
+    net = planted_net()
+    rule = CovarianceSifter(fraction=1.0, by="magnitude", scope=scope, keep=keep)
+    with net.edit() as edit:
+        rule(net, edit, RuleContext())
+        # of 32 relations two whole targets of four leave
+        cut = [len(edit.cuts & net.layers[t].outgoing()) for t in (1, 2)]
+    assert cut == [8, 8]
+
+
 def test_budgets_hold_in_every_scope() -> None:
     for scope in ("owner", "transition", "model"):
         counts = []

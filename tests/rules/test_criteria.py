@@ -678,13 +678,14 @@ def test_a_quota_ranks_all_of_its_relations() -> None:
         PruneWeakest(0.4, by=Half(), scope="child", transitions=0)(net, edit, RuleContext())
 
 
-def test_tiles_are_ranked_by_the_scores_of_their_relations() -> None:
+@pytest.mark.parametrize("settings", [{}, {"scope": "transition"}, {"scope": "model"}])
+def test_tiles_are_ranked_by_the_scores_of_their_relations(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([64, 48])
     x = torch.randn(32, 64)
     x[:, :16] *= 1e-3  # weights of these parents count little, whatever their size
     manager = RuleManager()
-    manager.add(PruneWeakest(fraction=0.25, by="wanda", scope="transition", tile=16))
+    manager.add(PruneWeakest(fraction=0.25, by="wanda", tile=16, **settings))
     with manager.recording(net):
         net(x)
     manager.apply(net)

@@ -257,6 +257,23 @@ def test_gradual_pruning_reaches_its_sparsity_in_the_steps_it_is_given(
     assert counts[int(0.75 * steps)] == counts[-1] < counts[start + every] < counts[0]
 
 
+def test_gradual_pruning_takes_the_settings_of_its_rule() -> None:
+    def largest_first(net: gn.GrapNet, relations: gn.RelationSet, evidence: Any) -> torch.Tensor:
+        return -relations.strengths
+
+    net = gn.GrapNet([8, 12, 6])
+    weakest = net.layers[0].outgoing().smallest(count=60)
+    pairs = set(zip(weakest.parents.tolist(), weakest.children.tolist(), strict=True))
+    manager = RuleManager()
+    manager.add(gradual_pruning(40, 0.5, every=10, by=largest_first, keep=60, transitions=0))
+    for step in range(40):
+        manager.apply(net, step)
+    left = net.layers[0].outgoing()
+    assert set(zip(left.parents.tolist(), left.children.tolist(), strict=True)) == pairs
+    with pytest.raises(TypeError):
+        gradual_pruning(40, 0.5, every=10, sparsness=0.5)
+
+
 def test_gradual_pruning_ranks_in_the_scope_that_it_is_given() -> None:
     for scope in ("owner", "transition"):
         net = gn.GrapNet([8, 12, 6])

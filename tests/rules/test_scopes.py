@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import grapnet as gn
 from grapnet import rules
@@ -46,6 +47,21 @@ def takes(rule: str, **settings: Any) -> bool:
     except (gn.errors.EditError, TypeError):
         return False
     return True
+
+
+@pytest.mark.parametrize("rule", ["PruneWeakest", "CovarianceSifter", "PruneNodes"])
+def test_every_rule_takes_a_score_as_by(rule: str) -> None:
+    scored = []
+
+    def score(net: Any, candidates: Any, evidence: Any) -> torch.Tensor:
+        scored.append(len(candidates))
+        return torch.arange(len(candidates))
+
+    net = gn.GrapNet([4, 6, 6, 2])
+    with net.edit(allow_dead=True) as edit:
+        getattr(rules, rule)(fraction=0.5, by=score)(net, edit, rules.RuleContext())
+        assert len(edit.cuts) or len(edit.removals)
+    assert scored
 
 
 def test_the_table_has_every_rule_that_takes_a_scope() -> None:
