@@ -18,7 +18,7 @@ from grapnet.spaces._weights import Weight
 
 from ._activations import ActivationRecorder, CovarianceRecorder
 from ._correlations import TensorCorrelationRecorder, why_not_recorded
-from ._gradients import gradient_recorder
+from ._gradients import GradientRecorder, TensorGradientRecorder
 from ._rule import Recorder, RuleContext, seen_evidence
 from ._saliency import FisherRecorder, InputRecorder, TensorFisherRecorder, why_no_inputs
 from ._scopes import Comparison, Quota, Scope, compared, last_parents
@@ -235,11 +235,6 @@ def _numbers(weight: Weight, whole: Tensor, at: Tensor) -> Tensor:
     return weight._numbers(whole, at).reshape(len(at), -1)
 
 
-def _joined(parts: list[Tensor], net: Graph) -> Tensor:
-    nothing = torch.empty(0, device=net.device)
-    return torch.cat([nothing, *(part.to(net.device) for part in parts)])
-
-
 @dataclass(frozen=True)
 class Magnitude(Scored):
     """|w|; the norm, where a relation has several numbers."""
@@ -252,7 +247,56 @@ class Magnitude(Scored):
 
 
 @dataclass(frozen=True)
-class Wanda(Scored):
+class Recorded(Scored):
+    """Base of the criteria that record something of each transition.
+
+    Attributes:
+        window: the number of steps to record.
+    """
+
+    window: int = WINDOW
+    # what is recorded, for the names of the evidence
+    what: ClassVar[str]
+    # recorders `of_net(source, target, window=…)` and `of_model(net, transition, window=…)`
+    of_net: ClassVar[Any]
+    of_model: ClassVar[Any]
+
+    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
+        """Returns a recorder for each transition."""
+        found: dict[str, Recorder] = {}
+        for t, _ in by_transition(candidates):
+            if isinstance(net, Adopted):
+                recorder = self.of_model(net, t, window=self.window)
+            else:
+                recorder = self.of_net(*net.ends[t], window=self.window)
+            found[f"{self.what} of transition {t}"] = recorder
+        return found
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns the score of every relation."""
+        parts = [torch.empty(0, device=net.device)]
+        for t, at in by_transition(candidates):
+            recorder = seen(evidence, f"{self.what} of transition {t}", self)
+            score = self._in_model if isinstance(net, Adopted) else self._in_net
+            parts.append(score(recorder, net, t, at).to(net.device))
+        return torch.cat(parts)
+
+    def _in_net(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        """Returns the scores of the relations at some positions of a transition of a net."""
+        raise NotImplementedError
+
+    def _in_model(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        """Returns the scores of the relations at some positions of a tensor of a model."""
+        raise NotImplementedError
+
+
+def _recorder_above(source: int, target: int, *, window: int) -> ActivationRecorder:
+    """Returns a recorder of what a transition of a net reads."""
+    return ActivationRecorder(source, window=window)
+
+
+@dataclass(frozen=True)
+class Wanda(Recorded):
     """|w|·‖x‖, the weight times the root mean square of what it is multiplied with (Sun et al.,
     2024).
 
@@ -263,44 +307,29 @@ class Wanda(Scored):
         window: the number of steps to record.
     """
 
-    window: int = WINDOW
     scope: ClassVar[Scope] = "child"
     comparison: ClassVar[Comparison] = "lamp"
-
-    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
-        """Returns a recorder of what each transition reads."""
-        found: dict[str, Recorder] = {}
-        for t, _ in by_transition(candidates):
-            if isinstance(net, Adopted):
-                found[_inputs(net, t)] = InputRecorder(net, t, window=self.window)
-            elif _inputs(net, t) not in found:
-                layer = net.ends[t][0]
-                found[_inputs(net, t)] = ActivationRecorder(layer, window=self.window)
-        return found
+    what: ClassVar[str] = "inputs"
+    of_net: ClassVar[Any] = staticmethod(_recorder_above)
+    of_model: ClassVar[Any] = InputRecorder
 
     def refusal(self, net: Any, number: int) -> str:
         """Returns why a tensor is not the weight of a Linear or convolution."""
         return why_no_inputs(net, number)
 
-    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
-        """Returns |w|·‖x‖ of every relation."""
-        parts = []
-        for t, at in by_transition(candidates):
-            recorder = seen(evidence, _inputs(net, t), self)
-            transition = net.transitions[t]
-            if isinstance(net, Adopted):
-                whole = transition.grid.whole
-                scale = recorder.mean_squares().sqrt().to(whole.device)
-                parts.append(_numbers(transition, whole * scale, at).norm(dim=1))
-                continue
-            scale = (recorder.mean.square() + recorder.variance).sqrt().to(at.device)
-            parents = transition.topology.parents_at(at).long()
-            parts.append(transition._strengths(at) * scale[parents])
-        return _joined(parts, net)
+    def _in_net(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        scale = (recorder.mean.square() + recorder.variance).sqrt().to(at.device)
+        parents = net.transitions[t].topology.parents_at(at).long()
+        return net.transitions[t]._strengths(at) * scale[parents]
+
+    def _in_model(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        whole = net.transitions[t].grid.whole
+        scale = recorder.mean_squares().sqrt().to(whole.device)
+        return _numbers(net.transitions[t], whole * scale, at).norm(dim=1)
 
 
 @dataclass(frozen=True)
-class Taylor(Scored):
+class Taylor(Recorded):
     """|w·g|: how much the loss changes, in first order, if the relation is cut.
 
     Of a relation with several numbers it is |Σ w·g|. The gradient is averaged over the recorded
@@ -310,33 +339,22 @@ class Taylor(Scored):
         window: the number of steps to record.
     """
 
-    window: int = WINDOW
+    what: ClassVar[str] = "gradients"
+    of_net: ClassVar[Any] = GradientRecorder
+    of_model: ClassVar[Any] = TensorGradientRecorder
 
-    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
-        """Returns a recorder of the gradients of each transition."""
-        found: dict[str, Recorder] = {}
-        for t, _ in by_transition(candidates):
-            found[_gradients(t)] = gradient_recorder(net, t, self.window)
-        return found
+    def _in_net(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        relations = RelationSet(net, {t: at})
+        gradients = recorder.of(relations.parents, relations.children)
+        return (relations.weights.detach() * gradients).abs()
 
-    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
-        """Returns |w·g| of every relation."""
-        parts = []
-        for t, at in by_transition(candidates):
-            recorder = seen(evidence, _gradients(t), self)
-            part = RelationSet(net, {t: at})
-            if isinstance(net, Adopted):
-                weight = net.transitions[t]
-                product = weight.grid.whole * recorder.gradient()
-                parts.append(_numbers(weight, product, at).sum(1).abs())
-                continue
-            gradients = recorder.of(part.parents, part.children)
-            parts.append((part.weights.detach() * gradients).abs())
-        return _joined(parts, net)
+    def _in_model(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        product = net.transitions[t].grid.whole * recorder.gradient()
+        return _numbers(net.transitions[t], product, at).sum(1).abs()
 
 
 @dataclass(frozen=True)
-class Fisher(Scored):
+class Fisher(Recorded):
     """w²·F: the diagonal of the Fisher information in place of the Hessian of optimal brain damage
     (LeCun et al., 1990).
 
@@ -348,40 +366,26 @@ class Fisher(Scored):
         window: the number of steps to record.
     """
 
-    window: int = WINDOW
-
-    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
-        """Returns a recorder of the squared gradients of each transition."""
-        found: dict[str, Recorder] = {}
-        for t, _ in by_transition(candidates):
-            if isinstance(net, Adopted):
-                found[_squares(t)] = TensorFisherRecorder(net, t, window=self.window)
-            else:
-                found[_squares(t)] = FisherRecorder(*net.ends[t], window=self.window)
-        return found
+    what: ClassVar[str] = "squared gradients"
+    of_net: ClassVar[Any] = FisherRecorder
+    of_model: ClassVar[Any] = TensorFisherRecorder
 
     def refusal(self, net: Any, number: int) -> str:
         """Returns why a tensor is not the weight of a Linear or convolution."""
         return why_no_inputs(net, number)
 
-    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
-        """Returns w²·F of every relation."""
-        parts = []
-        for t, at in by_transition(candidates):
-            recorder = seen(evidence, _squares(t), self)
-            part = RelationSet(net, {t: at})
-            if isinstance(net, Adopted):
-                weight = net.transitions[t]
-                product = weight.grid.whole.square() * recorder.fisher()
-                parts.append(_numbers(weight, product, at).sum(1))
-                continue
-            squares = recorder.of(part.parents, part.children)
-            parts.append(part.weights.detach().square() * squares)
-        return _joined(parts, net)
+    def _in_net(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        relations = RelationSet(net, {t: at})
+        squares = recorder.of(relations.parents, relations.children)
+        return relations.weights.detach().square() * squares
+
+    def _in_model(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        product = net.transitions[t].grid.whole.square() * recorder.fisher()
+        return _numbers(net.transitions[t], product, at).sum(1)
 
 
 @dataclass(frozen=True)
-class Correlation(Scored):
+class Correlation(Recorded):
     """|correlation| between the activations of parent and child, 0 where one is constant.
 
     `CovarianceSifter` uses it. Of a relation with several numbers it is the root of the mean square
@@ -391,36 +395,27 @@ class Correlation(Scored):
         window: the number of steps to record.
     """
 
-    window: int = WINDOW
-
-    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
-        """Returns one recorder of the two ends of each transition."""
-        found: dict[str, Recorder] = {}
-        for t, _ in by_transition(candidates):
-            if isinstance(net, Adopted):
-                found[_correlation(t)] = TensorCorrelationRecorder(net, t, window=self.window)
-            else:
-                found[_correlation(t)] = CovarianceRecorder(*net.ends[t], window=self.window)
-        return found
+    what: ClassVar[str] = "correlation"
+    of_net: ClassVar[Any] = CovarianceRecorder
+    of_model: ClassVar[Any] = TensorCorrelationRecorder
 
     def refusal(self, net: Any, number: int) -> str:
         """Returns why there are no correlations across a tensor."""
         return why_not_recorded(net, number) if isinstance(net, Adopted) else ""
 
-    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
-        """Returns the |correlation| of every relation."""
-        parts = []
-        for t, at in by_transition(candidates):
-            recorder = seen(evidence, _correlation(t), self)
-            if isinstance(net, Adopted):
-                strengths = recorder.strengths()
-            else:
-                strengths = recorder.correlation().abs()
-            topology = net.transitions[t].topology
-            parents = topology.parents_at(at).long().to(strengths.device)
-            children = topology.child[at.long()].long().to(strengths.device)
-            parts.append(strengths[parents, children])
-        return _joined(parts, net)
+    def _in_net(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        return _of_pairs(recorder.correlation().abs(), net, t, at)
+
+    def _in_model(self, recorder: Any, net: Any, t: int, at: Tensor) -> Tensor:
+        return _of_pairs(recorder.strengths(), net, t, at)
+
+
+def _of_pairs(table: Tensor, net: Graph, t: int, at: Tensor) -> Tensor:
+    """Returns the entries of [parents, children] for the relations at some positions."""
+    topology = net.transitions[t].topology
+    parents = topology.parents_at(at).long().to(table.device)
+    children = topology.child[at.long()].long().to(table.device)
+    return table[parents, children]
 
 
 @dataclass(frozen=True)
@@ -444,25 +439,6 @@ class Random(Scored):
             len(candidates), dtype=torch.float64, generator=generator, device=device
         )
         return numbers
-
-
-def _inputs(net: Graph, t: int) -> str:
-    """Returns the name of the evidence about what a transition reads."""
-    if isinstance(net, Adopted):
-        return f"inputs of transition {t}"
-    return f"activations of layer {net.ends[t][0]}"
-
-
-def _gradients(t: int) -> str:
-    return f"gradients of transition {t}"
-
-
-def _squares(t: int) -> str:
-    return f"squared gradients of transition {t}"
-
-
-def _correlation(t: int) -> str:
-    return f"correlation of transition {t}"
 
 
 # What `by=` means for relations.
