@@ -1,4 +1,4 @@
-"""Elimination: nodes leave one by one, each time the one whose loss the others make up for best."""
+"""Elimination: nodes leave one by one, each time the one that costs least."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._rule import Recorder
 @dataclass(frozen=True)
 class Elimination(NodeScored):
     """The squared error that removing a node adds to what its readers receive, once the nodes that
-    stay have made up for it.
+    stay compensate for it.
 
     Nodes are eliminated one after the other, each time the cheapest, as the optimal brain surgeon
     does with weights. It needs the Gram matrices that `repair` needs, recorded after the last
@@ -48,7 +48,7 @@ class Elimination(NodeScored):
         return dict(gram_recorders(net, [layer], window=self.window))
 
     def refusal(self, net: Any, number: int) -> str:
-        """Returns why removals from a space cannot be made up for."""
+        """Returns why nothing can compensate for removals from a space."""
         if isinstance(net, Adopted):
             return problem_of(net, net.spaces[number])
         return ""

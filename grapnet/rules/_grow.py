@@ -155,9 +155,7 @@ class GrowForTask:
 def owner_of(tag: str, task: Any) -> str:
     """Returns the owner of a task's nodes; raises EditError without a task."""
     if task is None:
-        raise EditError(
-            "this rule works for a task, and there is none; call manager.apply(net, step, task=…)"
-        )
+        raise EditError("this rule needs a task; call manager.apply(net, step, task=…)")
     return tag.replace("{task}", str(task))
 
 

@@ -309,7 +309,7 @@ class RuleManager:
         if dry_run:
             parts = [entry.rule for entry in due]
             for own in recorders.values():
-                parts += own.strangers()
+                parts += own.foreign()
             with self.pausing(), self._rewound(parts, always=True):
                 trial = together(f"dry run of {by}", trial=True)
                 names = tuple(entry.name for entry in due)

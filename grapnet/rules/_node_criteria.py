@@ -166,12 +166,12 @@ class _ByCovariance(NodeScored):
 
 @dataclass(frozen=True)
 class ColumnSubset(_ByCovariance):
-    """Which nodes describe what all of them send on best, chosen one by one.
+    """Ranks nodes by how well they reconstruct the outputs of the layer, chosen one by one.
 
-    Each is the one with the largest part that those before it do not explain: a pivoted Cholesky
-    factorisation of the covariance, weighted by the norms of the outgoing weights. Nodes that are
-    no candidates stay, and so explain others. Scores are ranks, the last chosen node has 1: in the
-    scope "model" all spaces lose about the same share.
+    Each is the one with the largest part that those before it cannot reconstruct: a pivoted
+    Cholesky factorisation of the covariance, weighted by the norms of the outgoing weights. Nodes
+    that are no candidates stay, and so reconstruct others. Scores are ranks, the last chosen node
+    has 1: in the scope "model" all spaces lose about the same share.
     """
 
     def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
@@ -188,7 +188,7 @@ class ColumnSubset(_ByCovariance):
 
 @dataclass(frozen=True)
 class Redundancy(_ByCovariance):
-    """How much of what a node sends on the other nodes cannot make up for.
+    """The part of a node's output that the other nodes cannot reconstruct.
 
     That is the variance of the node that the others do not explain linearly, times the squared norm
     of its outgoing weights. Nodes are eliminated one after the other, the most redundant first, so

@@ -1,4 +1,6 @@
-"""OBS and Alternating: relations leave where the others make up for them, and assign these."""
+"""OBS and Alternating: the relations that cost least leave, and the others get weights that
+compensate.
+"""
 
 from __future__ import annotations
 
@@ -195,8 +197,8 @@ class OBS(Surgeon):
     """The optimal brain surgeon (Hassibi and Stork, 1993) in the sweep over columns of SparseGPT
     (Frantar and Alistarh, 2023).
 
-    A relation leaves if it costs its child little once all others have made up for it, and those
-    that stay get the weights that do so: the choice assigns them. It needs the Gram matrix of what
+    A relation leaves if it costs its child little once all others compensate for it, and those that
+    stay get the weights that do so: the choice assigns them. It needs the Gram matrix of what
     each transition reads, recorded after the last training step: a stale one is refused.
 
     Relations of one number are chosen block by block, while the columns behind compensate. It ranks
@@ -212,7 +214,7 @@ class OBS(Surgeon):
         spread: how the relations of a transition that leave are shared out over the blocks:
             "matrix" by their costs before the sweep, "block" in equal shares.
         solve: solve for the weights of the relations that stay once all are chosen. The sweep
-            itself never returns to a column, so that those before a relation do not make up for it.
+            itself never returns to a column, so that those before a relation do not compensate.
         published: compute as the published implementation does: in the precision of the weights,
             without bias, with `spread="block"`.
     """
@@ -398,7 +400,9 @@ class _Table:
         return self.at(cost, self.cells).sum(1)
 
     def assignments(self, weights: Tensor, leaving: Tensor) -> list[Assignment]:
-        """Returns the weights that have changed, of relations that stay, one entry a transition."""
+        """Returns the weights that have changed, of relations that stay, one entry per
+        transition.
+        """
         found = []
         for t in self.transitions:
             every = torch.arange(self.net.transitions[t].size, dtype=torch.int32)

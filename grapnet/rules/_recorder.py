@@ -28,7 +28,7 @@ class Evidence(Protocol):
     """What a recorder has seen, by the rows of its layers."""
 
     def carried(self, *indexes: IndexMap | None) -> Self:
-        """Returns the evidence after rows moved, one map a layer, None where they did not.
+        """Returns the evidence after rows moved, one map per layer, None where they did not.
 
         The evidence itself does not change.
         """
@@ -57,7 +57,7 @@ E = TypeVar("E", bound=Evidence)
 
 @dataclass(frozen=True, eq=False)
 class Seen(Generic[E]):
-    """Evidence, and the uids of the nodes that its rows are about, one tensor a layer."""
+    """Evidence, and the uids of the nodes that its rows are about, one tensor per layer."""
 
     evidence: E
     uids: list[Tensor]
@@ -478,7 +478,7 @@ class RecorderSet:
             else:
                 recorder.disarm()
 
-    def strangers(self) -> list[Recorder]:
+    def foreign(self) -> list[Recorder]:
         """Returns the recorders that may not follow the end of a trial: all but the library's."""
         found = [recorder for part in self._rules.values() for recorder in part.values()]
         return [recorder for recorder in found if not isinstance(recorder, NetRecorder)]

@@ -122,7 +122,7 @@ class Rewire:
             )
 
     def recorders(self, net: Graph) -> dict[str, Recorder]:
-        """Returns one recorder of gradients a transition, none for random growth."""
+        """Returns one recorder of gradients per transition, none for random growth."""
         if self.grow == "random":
             return {}
         recorders: dict[str, Recorder] = {}

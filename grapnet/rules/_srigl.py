@@ -91,7 +91,7 @@ class SRigL:
             raise EditError(f"decay_until is a step from 1, or None, got {self.decay_until!r}")
 
     def recorders(self, net: Graph) -> dict[str, Recorder]:
-        """Returns one recorder of gradients a transition."""
+        """Returns one recorder of gradients per transition."""
         found: dict[str, Recorder] = {}
         for t in rewirable_transitions(net, self.transitions):
             found[_evidence(t)] = gradient_recorder(net, t, self.window)

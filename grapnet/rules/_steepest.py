@@ -28,7 +28,7 @@ CELLS = 2**24
 
 
 class SpaceGradientRecorder(BackwardRecorder[TensorGradients]):
-    """Records, for a space of an adopted model, what a new node would make of gradients.
+    """Records, for a space of an adopted model, the gradients that a new node would receive.
 
     The gradient of the incoming weights of a node whose activation has slope 1 is this matrix times
     the outgoing weights of the node. A cell above is what an incoming weight is multiplied with, at
@@ -87,7 +87,8 @@ class SpaceGradientRecorder(BackwardRecorder[TensorGradients]):
         if any(self._inputs):
             raise GrapNetError(
                 f"a module that reads {self.space} was called less often in the last pass than the"
-                f" one that writes it, {self._writer.path}: what belongs together is unknown"
+                f" one that writes it, {self._writer.path}, so that its gradients cannot be matched"
+                " with their inputs"
             )
         return seen.total / seen.count
 

@@ -53,9 +53,9 @@ class GrowWidth:
       leading singular vectors of the recorded gradients. A bias too small to change a sum gives a
       ReLU a slope. The sign of a direction is the one that uses positive activations; the opposite
       signs follow when the directions are used up, and then no more nodes are added.
-    - "tiny" (Verbockhaven et al. 2024): the new nodes express what the nodes below want and cannot
-      get by changing their own weights: that part of the negative gradient is fitted best by the
-      product of their outgoing and incoming weights. They change the function by `scale` times this
+    - "tiny" (Verbockhaven et al. 2024): the new nodes express the part of the negative gradient
+      that the layer below cannot express by changing its own weights: the product of their outgoing
+      and incoming weights fits it best. They change the function by `scale` times this
       fit, which `search_scale` chooses on data of yours. There are at most as many as nodes below.
 
     A budget of edits makes it add fewer nodes, each of them complete. Nodes that earlier rules
