@@ -1,5 +1,6 @@
 """Criteria: each against its published formula in plain torch, for nets and adopted models."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -666,6 +667,24 @@ def test_the_choice_of_a_criterion_has_two_parts() -> None:
         rules.Choice(leaving, [(net.layers[1], torch.ones(8))]).write(edit)
     assert len(net.layers[0].outgoing()) == 43
     assert net.layers[1].biases.tolist() == [1.0] * 8
+
+
+def test_what_an_own_choice_assigns_comes_and_leaves_with_its_cuts() -> None:
+    class Doubled:
+        def choose(self, net: Any, candidates: Any, evidence: Any, count: Any) -> Any:
+            leaving = candidates.smallest(count=count)
+            staying = candidates - leaving
+            return leaving, [(staying, 2 * staying.weights.detach())]
+
+    net = gn.GrapNet([6, 8, 4])
+    before = copy.deepcopy(net.state_dict())
+    kept = net.select().outgoing().largest(count=40).weights.detach()
+    with net.edit() as edit:
+        PruneWeakest(0.5, by=Doubled(), scope="model")(net, edit, RuleContext())
+    assert torch.equal(net.select().outgoing().weights, 2 * kept)
+    net.undo()
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 def test_a_quota_ranks_all_of_its_relations() -> None:

@@ -153,6 +153,27 @@ def test_a_fraction_takes_the_weakest_of_every_space() -> None:
     assert [len(space) for space in spaces] == [48, 40]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"count": 1, "fraction": 0.5},
+        {"fraction": 1.5},
+        {"count": -1},
+        {"count": 2, "key": torch.ones(3)},
+        {"count": 2, "key": torch.full((64,), torch.nan)},
+    ],
+    ids=str,
+)
+def test_a_space_and_a_selection_refuse_the_same(asked: dict[str, Any]) -> None:
+    model = wide_net()
+    with pytest.raises(ValueError, match=r"count|fraction|key"):
+        model.space("0").weakest(**asked)
+    net = gn.GrapNet([16, 4])
+    with pytest.raises(ValueError, match=r"count|fraction|key"):
+        net.layers[0].outgoing().smallest(**asked)
+
+
 def test_sizes_of_tensors_stay_multiples_and_heads_count_by_their_width() -> None:
     net = wide_net()
     prune(net, PruneNodes(macs=0.5, multiple=8))
