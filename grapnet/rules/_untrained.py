@@ -352,11 +352,15 @@ def _by_relation(candidates: RelationSet, products: Mapping[nn.Parameter, Tensor
 
 @contextmanager
 def _buffers_kept(net: Graph) -> Iterator[None]:
-    """Restores the buffers of a model afterwards: norms count the batches that they see."""
+    """Restores the buffers of a model afterwards: norms count the batches that they see.
+
+    Buffers that have not changed are not written: a write makes what was recorded stale.
+    """
     kept = [(buffer, buffer.clone()) for buffer in _called(net).buffers()]
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, before in kept:
-                buffer.copy_(before)
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)

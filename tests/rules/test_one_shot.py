@@ -8,10 +8,12 @@ from torch import nn
 
 import grapnet as gn
 from grapnet.rules import (
+    SNIP,
     Assignment,
     Budget,
     Choice,
     Elimination,
+    GraSP,
     Magnitude,
     NodeNorm,
     PruneNodes,
@@ -91,6 +93,19 @@ def test_relations_leave_every_transition_and_those_that_stay_are_assigned(by):
         assert after == [before[0] // 4, before[1] // 4, before[2]]
         errors[name] = error(net, expected, x)
     assert errors[by] < 0.5 * errors["magnitude"]
+
+
+def squares(model, batch):
+    """Returns a loss."""
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("criterion", [SNIP, GraSP])
+def test_passes_of_a_criterion_do_not_make_what_the_repair_needs_stale(criterion):
+    net, _ = trained_net()
+    pruning = gn.prune(net, [rows()], relations=0.5, by=criterion([rows()], squares))
+    assert [2 * stage.leaving for stage in pruning.stages] == [8 * 24, 24 * 16, 16 * 4]
+    assert all(stage.assigned for stage in pruning.stages)
 
 
 def test_magnitude_with_repair_is_better_than_without():
