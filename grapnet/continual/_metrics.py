@@ -3,6 +3,7 @@ coordinates.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grapnet.execution._evaluating import evaluating
+from grapnet.core._evaluating import evaluating
 
 from ._memories import require_examples
 
@@ -207,7 +208,8 @@ def _as_list(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _logits(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, batch: int) -> Tensor:
-    with evaluating(model) if isinstance(model, nn.Module) else torch.no_grad():
+    mode = evaluating(model) if isinstance(model, nn.Module) else nullcontext()
+    with mode, torch.no_grad():
         return torch.cat([model(part) for part in x.split(batch)])
 
 

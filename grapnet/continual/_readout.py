@@ -15,12 +15,12 @@ from grapnet.core._commit import Tracked
 from grapnet.core._coordinates import Coordinates, values_after
 from grapnet.core._edit import Edit
 from grapnet.core._errors import CheckpointError, GrapNetError
+from grapnet.core._evaluating import evaluating
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap, ascending
 from grapnet.core._journal import Commit
 from grapnet.core._sets import NodeSet, RelationSet
 from grapnet.core._transition import rows_after
-from grapnet.execution._evaluating import evaluating
 
 from ._gram import GramStatistics, Solution, ridge_solution, weakest_features
 
@@ -285,7 +285,8 @@ class ClosedFormReadout:
         layer = self.net.layers[self.layer]
         hook = layer.register_forward_hook(lambda module, args, output: outputs.append(output))
         try:
-            with evaluating(self.net), torch.autocast(x.device.type, enabled=False):
+            autocast = torch.autocast(x.device.type, enabled=False)
+            with evaluating(self.net), torch.no_grad(), autocast:
                 self.net(x)
         finally:
             hook.remove()

@@ -10,6 +10,7 @@ from torch.func import functional_call
 from ._activation import is_activation
 from ._coordinates import Coordinates
 from ._errors import EditError, InvariantError
+from ._evaluating import evaluating
 from ._graph import Graph
 from ._layer import Layer
 
@@ -52,7 +53,6 @@ def check(model: nn.Module, *inputs: Any, **keywords: Any) -> None:
 def _check_run(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     """Raises EditError, naming the innermost module that was running, when a model cannot run."""
     names = {module: name for name, module in model.named_modules()}
-    modes = {module: module.training for module in names}
     running: list[tuple[nn.Module, tuple[Any, ...]]] = []
 
     def enter(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -68,9 +68,7 @@ def _check_run(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, An
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {tensor.device for tensor in model.state_dict().values() if tensor.is_cuda}
     try:
-        for module in names:
-            module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices):
             functional_call(model, buffers, inputs, keywords)
     except Exception as error:
         module, given = running[-1] if running else (model, inputs)
@@ -83,8 +81,6 @@ def _check_run(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, An
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _check_graph(net: Graph) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from grapnet.core._errors import EditError, GrapNetError, HistoryError
+from grapnet.core._evaluating import evaluating
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
 from grapnet.core._sets import RelationSet
@@ -92,7 +93,7 @@ class Pruning:
                 raise HistoryError(
                     f"the last commits that undo can revert lead to versions {last}, and those of"
                     f" this pruning to {versions}: the net was edited or undone since, or"
-                    " accept() let go of some"
+                    " accept() dropped some"
                 )
         for name, net in reversed(self.nets.items()):
             for _ in self._versions[name]:
@@ -234,19 +235,22 @@ def prune(
         run.recorders(step)
     done = run.earlier(pruning) if resume else {}
     is_shared = is_ranked or budget.edits is not None or _has_cost(rule)
-    if run.shares is None and is_shared:
-        run.shares = run.decided(ranking, steps)
-    pruning.before = run.score(probe)
-    for net in nets.values():
-        limit = len(net.journal.undoable) + len(steps)
-        net.journal.undo_limit = max(net.journal.undo_limit, limit)
     try:
-        for step in steps if progress is None else progress(steps):
-            stage = done.get(step.name)
-            if stage is None:
-                stage = run.carry_out(step, pruning)
-            pruning.stages = (*pruning.stages, stage)
-        pruning.after = run.score(probe)
+        with evaluating(model):
+            if run.shares is None and is_shared:
+                run.shares = run.decided(ranking, steps)
+            if probe is not None:
+                pruning.before = probe()
+            for net in nets.values():
+                limit = len(net.journal.undoable) + len(steps)
+                net.journal.undo_limit = max(net.journal.undo_limit, limit)
+            for step in steps if progress is None else progress(steps):
+                stage = done.get(step.name)
+                if stage is None:
+                    stage = run.carry_out(step, pruning)
+                pruning.stages = (*pruning.stages, stage)
+            if probe is not None:
+                pruning.after = probe()
     except BaseException as error:
         for name, net in nets.items():
             # no more than undo needs of the stages before
@@ -447,13 +451,6 @@ class _Run:
         # whether the journal has them
         self._are_noted = False
 
-    def score(self, probe: Callable[[], float] | None) -> float | None:
-        """Returns what a probe does in evaluation mode; None without one."""
-        if probe is None:
-            return None
-        with _evaluated(self.model):
-            return probe()
-
     def earlier(self, pruning: Pruning) -> dict[str, Stage]:
         """Returns the stages of the last run, which this one goes on with; none if there was none.
 
@@ -643,7 +640,7 @@ class _Run:
         try:
             for recorder in evidence.values():
                 recorder.arm(net)
-            with _evaluated(self.model), torch.set_grad_enabled(self.loss is not None):
+            with _gradients_kept(self.model), torch.set_grad_enabled(self.loss is not None):
                 for batch in self.batches:
                     if self.loss is not None:
                         self.loss(self.model, batch).backward()
@@ -669,17 +666,13 @@ def _leaving(edit: Any, step: _Step) -> int:
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode; modes and gradients are as before afterwards."""
-    modes = [(part, part.training) for part in model.modules()]
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Restores the gradients of Parameters afterwards, which are None inside the block."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    model.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from grapnet._torch import pytree
 from grapnet.core._edit import Edit
+from grapnet.core._evaluating import evaluating
 from grapnet.core._graph import Count, Graph
 from grapnet.core._journal import Commit
-from grapnet.execution._evaluating import evaluating
 from grapnet.spaces._adopted import Adopted
 
 from ._rule import Nets, count_orphans
@@ -179,7 +180,7 @@ def _output(model: Nets, probe: Probe | None) -> Any:
         raise TypeError("probe= is run through a model: apply(model, dry_run=True, probe=x)")
     if isinstance(model, Adopted):
         model = model.model
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         if isinstance(probe, Tensor):
             return model(probe)
         return float(probe(model))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grapnet._torch import pytree
+from grapnet.core._evaluating import evaluating
 
 from ._discovery import Example
 
@@ -44,7 +45,6 @@ def refresh_statistics(
     if not norms:
         raise ValueError("the model has no BatchNorm with running statistics")
     device = norms[0].running_mean.device
-    modes = [(part, part.training) for part in model.modules()]
     momenta = [norm.momentum for norm in norms]
     before = []
     for norm in norms:
@@ -52,13 +52,12 @@ def refresh_statistics(
     count = 0
     done = False
     try:
-        model.eval()
-        for norm in norms:
-            norm.training = True
-            norm.momentum = momentum
-            if momentum is None:
-                norm.reset_running_stats()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
+            for norm in norms:
+                norm.training = True
+                norm.momentum = momentum
+                if momentum is None:
+                    norm.reset_running_stats()
             for batch in batches:
                 args, kwargs = call_of(batch, device)
                 model(*args, **kwargs)
@@ -67,8 +66,6 @@ def refresh_statistics(
             raise ValueError("refresh_statistics needs at least one batch; an iterator runs once")
         done = True
     finally:
-        for part, training in modes:
-            part.training = training
         for norm, kept, old in zip(norms, momenta, before, strict=True):
             norm.momentum = kept
             if not done:

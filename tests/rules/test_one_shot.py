@@ -559,6 +559,19 @@ def test_gradients_and_modes_are_as_before():
     assert torch.equal(model[0].weight.grad, gradient)
 
 
+def test_criteria_score_in_evaluation_mode():
+    net, _ = trained_net()
+    modes = []
+
+    def score(net, candidates, evidence):
+        modes.append(net.training)
+        return candidates.strengths
+
+    gn.prune(net, [rows()], relations=0.5, by=score)
+    assert modes == [False, False, False]
+    assert net.training
+
+
 def test_too_large_an_undo_is_refused_first():
     net, _ = trained_net()
     with pytest.raises(gn.errors.GrapNetError, match="100"):
