@@ -132,7 +132,8 @@ def _pruned(
     if kind == "nodes":
         is_repaired = bool(repaired) or name in ("subset", "elimination")
         return gn.prune(net, [rows], nodes=share, by=by, repair=is_repaired, generator=generator)
-    rule = PruneWeakest(share, by=by, transitions=(0, 1))
+    scope = "child" if by == "wanda" else "transition"
+    rule = PruneWeakest(share, by=by, transitions=(0, 1), scope=scope)
     return gn.prune(net, [rows], relations=rule, repair=bool(repaired), generator=generator)
 
 

@@ -28,7 +28,7 @@ from ._budget import Budget, enforce, shared_out
 from ._gram import GramRecorder, origin_of
 from ._nodes import PruneNodes
 from ._obs import matrix_recorders
-from ._prune import PruneWeakest
+from ._prune import GradualSchedule, PruneWeakest
 from ._repair import gram_recorders
 from ._repair import repair as repair_readers
 from ._rule import RuleContext, nets_of
@@ -159,7 +159,8 @@ def prune(
         nodes: the share of the nodes of each layer or space to remove, or a `PruneNodes` with all
             its settings, such as `PruneNodes(macs=0.5, multiple=8)`; or
         relations: the share of the relations of each transition to cut, or a `PruneWeakest` with
-            all its settings, such as `PruneWeakest(pattern=(2, 4), by="wanda")`.
+            all its settings, such as `PruneWeakest(pattern=(2, 4), by="wanda")`; of a
+            `GradualSchedule`, the final sparsity.
         by: the criterion of a share, as for `PruneNodes` or `PruneWeakest`; "elimination" for nodes
             and "alternating" for relations by default. A rule has its own.
         shares_by: the criterion that ranks all layers together in a rule's scope "model"; that of
@@ -305,7 +306,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _rule(nodes: Any, relations: Any, by: Any) -> PruneNodes | PruneWeakest:
-    """Returns the rule for the whole model."""
+    """Returns the rule for the whole model, its scope and its sparsity in numbers."""
     if (nodes is None) == (relations is None):
         raise EditError("say how much to prune, by one of nodes= and relations=")
     for rule in (nodes, relations):
@@ -314,10 +315,18 @@ def _rule(nodes: Any, relations: Any, by: Any) -> PruneNodes | PruneWeakest:
                 raise EditError(f"a {type(rule).__name__} has its own by=; set it there")
             if isinstance(rule, PruneNodes) != (rule is nodes):
                 raise EditError("nodes= takes a PruneNodes, and relations= a PruneWeakest")
-            return rule
+    if isinstance(nodes, PruneNodes):
+        return nodes
+    if isinstance(relations, PruneWeakest):
+        sparsity = relations.sparsity
+        if isinstance(sparsity, GradualSchedule):
+            # There are no steps along which it could rise.
+            sparsity = sparsity.final
+        return replace(relations, scope=relations._scope, sparsity=sparsity)
     if nodes is not None:
         return PruneNodes(fraction=nodes, by="elimination" if by is None else by, keep=1)
-    return PruneWeakest(fraction=relations, by="alternating" if by is None else by)
+    rule = PruneWeakest(fraction=relations, by="alternating" if by is None else by)
+    return replace(rule, scope=_scope_within(rule))
 
 
 def _has_cost(rule: PruneNodes | PruneWeakest) -> bool:
@@ -336,7 +345,7 @@ def _ranking(rule: Any, shares_by: Any) -> Any:
         # How much leaves does not depend on the scores then, and these need no data.
         if of_nodes:
             return replace(rule, by="norm")
-        return replace(rule, by="magnitude", scope=_scope_of(rule))
+        return replace(rule, by="magnitude")
     if shares_by is not None:
         return replace(rule, by=shares_by)
     criterion = rule.criterion
@@ -365,7 +374,7 @@ def _node_steps(name: str, net: Graph, rule: PruneNodes) -> list[_Step]:
 def _relation_steps(name: str, net: Graph, rule: PruneWeakest) -> list[_Step]:
     found = []
     for t in rule._numbers(net):
-        own = replace(rule, transitions=(t,), scope=_scope_of(rule))
+        own = replace(rule, transitions=(t,), scope=_scope_within(rule))
         transition: Any = net.transitions[t]
         label = _label(name, getattr(transition, "name", f"transition {t}"))
         is_shared = rule.scope == "model"
@@ -376,7 +385,7 @@ def _relation_steps(name: str, net: Graph, rule: PruneWeakest) -> list[_Step]:
     return found
 
 
-def _scope_of(rule: PruneWeakest) -> Any:
+def _scope_within(rule: PruneWeakest) -> Any:
     """Returns what is ranked together within one transition."""
     return "transition" if rule._scope == "model" else rule._scope
 

@@ -13,12 +13,15 @@ from grapnet.rules import (
     Budget,
     Choice,
     Elimination,
+    GradualSchedule,
     GraSP,
     Magnitude,
     NodeNorm,
     PruneNodes,
     PruneWeakest,
     Random,
+    RuleContext,
+    SynFlow,
     lamp_scores,
 )
 
@@ -106,6 +109,38 @@ def test_passes_of_a_criterion_do_not_make_what_the_repair_needs_stale(criterion
     pruning = gn.prune(net, [rows()], relations=0.5, by=criterion([rows()], squares))
     assert [2 * stage.leaving for stage in pruning.stages] == [8 * 24, 24 * 16, 16 * 4]
     assert all(stage.assigned for stage in pruning.stages)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        PruneWeakest(0.5),
+        PruneWeakest(sparsity=0.7, by="random"),
+        PruneWeakest(0.5, by=Random(seed=0), transitions=(0, 2)),
+        PruneWeakest(0.5, compare="mean", keep=70),
+        PruneWeakest(0.5, by=SynFlow()),
+        PruneWeakest(0.5, scope="owner"),
+        PruneWeakest(pattern=(2, 4)),
+        PruneNodes(0.5),
+        PruneNodes(0.5, scope="model"),
+    ],
+)
+def test_a_rule_takes_what_it_takes_alone(rule):
+    net, _ = uneven_net()
+    alone = copy.deepcopy(net)
+    with alone.edit(generator=torch.Generator().manual_seed(0)) as edit:
+        rule(alone, edit, RuleContext())
+    settings = {"nodes" if isinstance(rule, PruneNodes) else "relations": rule}
+    gn.prune(net, [rows()], repair=False, generator=torch.Generator().manual_seed(0), **settings)
+    assert net.sizes == alone.sizes
+    assert [t.size for t in net.transitions] == [t.size for t in alone.transitions]
+
+
+def test_a_schedule_prunes_to_its_final_sparsity():
+    net, _ = trained_net()
+    rule = PruneWeakest(sparsity=GradualSchedule(0.75, 0, 100), scope="transition")
+    gn.prune(net, [rows()], relations=rule)
+    assert [4 * t.size for t in net.transitions] == [8 * 24, 24 * 16, 16 * 4]
 
 
 def test_magnitude_with_repair_is_better_than_without():
