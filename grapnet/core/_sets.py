@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from operator import index
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ._transition import Topology, Transition
 
 
-@runtime_checkable
 class Ranking(SupportsIndex, Protocol):
     """How many relations to choose, and among which they are ranked: `grapnet.rules.Quota`."""
 
@@ -167,8 +166,9 @@ class RelationSet:
             fraction: which share of them.
             key: one number per relation.
         """
-        if isinstance(count, Ranking) and fraction is None:
-            return self._at(count.places(self._key(key)))
+        # Checking for a protocol would take as long as ranking a few relations.
+        if hasattr(count, "places") and fraction is None:
+            return self._at(cast("Ranking", count).places(self._key(key)))
         return self._ranked(count, fraction, key, largest=False)
 
     def largest(

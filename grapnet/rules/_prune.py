@@ -124,9 +124,9 @@ class PruneWeakest:
         scope: what is ranked together. "child" cuts the same share, rounded, of the relations that
             lead to each node, "owner" of those that each node owns, and "transition" of each
             transition; "model" ranks all relations together. By default that of the criterion:
-            "child" for Wanda, "transition" for OBS and Alternating, and "model" for the others.
-            With "child", "owner" and a pattern, a relation that a limit protects is not replaced by
-            the next one.
+            "child" for Wanda, "transition" for OBS, Alternating and objects that have `choose` but
+            no `score`, and "model" for the others. With "child", "owner" and a pattern, a relation
+            that a limit protects is not replaced by the next one.
         compare: how scores of different transitions compare in the scope "model". "lamp" takes
             layer-adaptive magnitudes (`lamp_scores`), which do not depend on the scale of a
             transition, and cuts the strongest parent of each output last. "mean" divides by the
