@@ -528,9 +528,7 @@ def _prepare_graph(
     )
     installs: list[Callable[[], None]] = []
     for space, kept in zip(net.spaces, saved.spaces, strict=True):
-        activations = Labels.uniform(space.default_activation, len(kept.uids))
-        roster = Roster.of(kept.uids, activations, kept.owners, space._kinds_place)
-        installs.append(partial(space._enrol, roster))
+        installs.append(partial(space._enrol, Roster.of_space(kept.uids, kept.owners)))
     first_numbers = {}
     if not place.is_small:
         first_numbers = {(one.module, one.name): one.first for one in saved.numbers}

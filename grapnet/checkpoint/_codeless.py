@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from grapnet.core._change import AttributeChange, Change, DepthChange, Labels
+from grapnet.core._change import AttributeChange, Change, DepthChange
 from grapnet.core._errors import CheckpointError, EditError
 from grapnet.core._layer import Roster
 from grapnet.core._opened import holders_of, set_opened
@@ -99,8 +99,7 @@ def rebuild_codeless(document: Any, fields: Fields) -> Codeless:
     for space, kept in zip(net.spaces, saved.spaces, strict=True):
         space.name = kept.name
         space._proof = kept.proof
-        activations = Labels.uniform(space.default_activation, len(kept.uids))
-        space._enrol(Roster.of(kept.uids, activations, kept.owners, space._kinds_place))
+        space._enrol(Roster.of_space(kept.uids, kept.owners))
     net._next_uid = saved.next_uid
     net._version = saved.version
     for one in saved.numbers:

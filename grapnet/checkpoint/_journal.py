@@ -234,8 +234,8 @@ def _check_change(change: Change, graph: Graph, next_uid: int, where: str) -> No
         at = f"{where}.layers[{n}]"
         _require(0 <= n < len(graph.layers), at, "the layer does not exist")
         _check_layer(layer, next_uid, at)
-        is_sensory = graph.layers[n].is_sensory
-        _require((layer.biases is None) == is_sensory, at, "only sensory layers have no biases")
+        has_biases = graph.layers[n]._has_biases
+        _require((layer.biases is not None) == has_biases, at, "its biases do not fit the layer")
     for t, wires in change.transitions.items():
         at = f"{where}.transitions[{t}]"
         _require(0 <= t < len(graph.transitions), at, "the transition does not exist")

@@ -12,7 +12,7 @@ from ._coordinates import Coordinates
 from ._errors import EditError, InvariantError
 from ._evaluating import evaluating
 from ._graph import Graph
-from ._layer import Layer
+from ._layer import Layer, LiveNodes
 
 
 def check(model: nn.Module, *inputs: Any, **keywords: Any) -> None:
@@ -165,7 +165,7 @@ def _check_ends(net: Graph) -> None:
         _require(bool(net.entering(number)), f"no transition leads to layer {number}")
 
 
-def _check_layer(layer: Layer, where: str) -> None:
+def _check_layer(layer: LiveNodes, where: str) -> None:
     uids = layer.uid
     _require(
         uids.dtype == torch.int64 and not bool((uids[1:] <= uids[:-1]).any()),
@@ -179,7 +179,7 @@ def _check_layer(layer: Layer, where: str) -> None:
         _require(inside, f"{where}: a code of {name} is out of range")
     for name, _ in layer._activation_names.kinds():
         _require(is_activation(name), f"{where}: unknown activation {name!r}")
-    if not layer.is_sensory:
+    if isinstance(layer, Layer) and layer._has_biases:
         _check_coordinates(layer, len(uids), where)
 
 

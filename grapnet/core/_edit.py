@@ -25,7 +25,7 @@ from ._depth import (
 from ._errors import EditError
 from ._index_map import as_positions, as_tensor, ascending, contains
 from ._journal import Commit
-from ._layer import Layer
+from ._layer import Layer, LiveNodes
 from ._prepare import Intent
 from ._resolve import (
     Assigned,
@@ -54,7 +54,7 @@ def layer_number(graph: "Graph", layer: Any) -> int:
     one; raises EditError if it does not exist.
     """
     count = len(graph.layers)
-    if isinstance(layer, Layer) and layer.graph is graph:
+    if isinstance(layer, LiveNodes) and layer.graph is graph:
         return layer.index
     if not isinstance(layer, int | np.integer) or not -count <= layer < count:
         raise EditError(f"the graph has layers 0 to {count - 1}, got layer {layer!r}")
@@ -99,7 +99,7 @@ def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> di
 
 def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tensor]:
     """Returns rows by layer, the nodes that the requests add counted after the present ones."""
-    if isinstance(nodes, Layer) and nodes.graph is graph:
+    if isinstance(nodes, LiveNodes) and nodes.graph is graph:
         return {nodes.index: ascending(len(nodes), torch.device("cpu"))} if len(nodes) else {}
     found: dict[int, Tensor] = {}
     if isinstance(nodes, NodeSet) and nodes.graph is graph:
@@ -266,15 +266,21 @@ class Edit:
         """
         number = layer_number(self.graph, layer)
         store = self.graph.layers[number]
-        if not isinstance(count, int | np.integer) or count < 0:
-            raise EditError(f"count must be a non-negative integer, got {count!r}")
         if activation is not None and store.is_sensory:
             raise EditError("sensory nodes have no activation")
         activation = store.default_activation if activation is None else activation
         checked_activation(activation)
-        checked_owner(owner)
         given = bias if isinstance(bias, str | None) else as_tensor(bias)
         initial = None if given is None else checked_initial(given, count, "biases")
+        return self._add_nodes(number, count, activation, owner, initial)
+
+    def _add_nodes(
+        self, number: int, count: int, activation: str, owner: str | None, initial: Initial | None
+    ) -> NodeSet:
+        """Adds nodes at the end of a layer, with an activation and biases that were checked."""
+        if not isinstance(count, int | np.integer) or count < 0:
+            raise EditError(f"count must be a non-negative integer, got {count!r}")
+        checked_owner(owner)
         self._require_uids(count)
         count = int(count)
         uids = torch.arange(self._next_uid, self._next_uid + count, device="cpu")

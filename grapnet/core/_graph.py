@@ -30,7 +30,7 @@ from ._errors import EditError, HistoryError, StaleNodeError
 from ._grid import Grid
 from ._index_map import IndexMap, as_tensor
 from ._journal import Commit, Diff, History, Journal
-from ._layer import Layer
+from ._layer import Layer, uid_behind
 from ._node import GrapNode
 from ._prepare import Intent, View
 from ._resolve import draw
@@ -174,7 +174,7 @@ class Graph(nn.Module):
         self._modules["columns"] = nn.ModuleDict()
         self.version = 0
         self._structure = Token()
-        self._next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
+        self._next_uid = uid_behind(layers)
         self.journal = Journal()
         self._followers = Followers()
         self._edit: Edit | None = None
@@ -488,7 +488,7 @@ class Graph(nn.Module):
         """Returns everything that a forward pass reads."""
         return View(
             tuple(layer._roster for layer in self.layers),
-            tuple(None if layer.is_sensory else layer.vector for layer in self.layers),
+            tuple(layer.vector if layer._has_biases else None for layer in self.layers),
             tuple(transition.topology for transition in self._wired),
             tuple(transition.vector for transition in self._wired),
             {name: column.vector for name, column in self.columns.items()},

@@ -1,7 +1,11 @@
-"""Layer: the nodes of one layer, their biases, activations and owners."""
+"""Layer: the nodes of one layer, their biases, activations and owners.
+
+A space of an adopted model, and the channels that several spaces divide, are node sets of the same
+kind without biases and activations of their own; see `LiveNodes`.
+"""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,23 +56,20 @@ class Roster(NamedTuple):
             kinds.append(_Kind(activation_function(str(name)), rows[-1]))
         return cls(uids, activations, owners, kinds, torch.cat(rows).argsort())
 
+    @classmethod
+    def of_space(cls, uids: Tensor, owners: Labels | None = None) -> "Roster":
+        """Returns the roster of nodes whose activations are in the code of an adopted model."""
+        if owners is None:
+            owners = Labels.uniform(None, len(uids))
+        return cls.of(uids, Labels.uniform("identity", len(uids)), owners, torch.device("cpu"))
 
-class Layer(Coordinates, NodeSet):
-    """The nodes of one layer, in row order; a live NodeSet of all of them.
 
-    `bias` is the Parameter of the trainable biases, None for the sensory layer. `biases`, as in
-    every NodeSet, has one value per node, frozen ones included.
-    """
+class LiveNodes(NodeSet):
+    """All nodes of a layer, a space or channels, in row order; the graph owns them."""
 
-    bias: torch.nn.Parameter | None
+    # whether there is one trainable bias per node
+    _has_biases = False
     _roster: Roster  # the nodes at present
-
-    def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
-        Coordinates.__init__(self, "bias", biases)
-        self.default_activation = activation
-        self.is_sensory = biases is None
-        self._dropout = 0.0
-        self._renew(uids, Labels.uniform(activation, len(uids)), Labels.uniform(None, len(uids)))
 
     def __len__(self) -> int:
         return self._roster.uids.shape[0]  # `len` of a tensor takes ten times as long
@@ -88,9 +89,13 @@ class Layer(Coordinates, NodeSet):
         """The owner of every node."""
         return self._roster.owners
 
+    def _activations_at(self, rows: Tensor) -> list[str]:
+        """Returns the activations of some nodes."""
+        raise ValueError("the activations of an adopted model are in its own code")
+
     @property
     def index(self) -> int:
-        """The number of the layer in its graph."""
+        """The number among the layers of the graph."""
         for number, layer in enumerate(self.graph.layers):
             if layer is self:
                 return number
@@ -98,7 +103,7 @@ class Layer(Coordinates, NodeSet):
 
     @property
     def graph(self) -> "Graph":
-        """The graph the layer is part of."""
+        """The graph that the nodes are part of."""
         if not self._is_bound:
             raise RuntimeError(
                 "this layer is not part of a graph any more; keep the net itself alive"
@@ -111,8 +116,68 @@ class Layer(Coordinates, NodeSet):
         return {self.index: self.uid}
 
     def rows(self, uids: Tensor) -> Tensor:
-        """Returns the int32 rows of `uids`, -1 for those not in this layer."""
+        """Returns the int32 rows of `uids`, -1 for those that are not among the nodes."""
         return rows_among(self.uid, uids)
+
+    def _renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
+        """Installs other nodes."""
+        self._enrol(Roster.of(uids, activations, owners, self._kinds_place))
+
+    def _enrol(self, roster: Roster) -> None:
+        """Installs the nodes of a prepared roster."""
+        self._roster = roster
+
+    @property
+    def _kinds_place(self) -> torch.device:
+        """Where activations are computed."""
+        return torch.device("cpu")
+
+    @property
+    def _is_bound(self) -> bool:
+        """True while the graph of the nodes is alive."""
+        reference = self.__dict__.get("_graph_reference")
+        return reference is not None and reference() is not None
+
+    def _bind(self, graph: "Graph") -> None:
+        """Sets the graph of the nodes, held weakly."""
+        object.__setattr__(self, "_graph_reference", weakref.ref(graph))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._without_graph(vars(self))
+
+    def _without_graph(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a state that can be copied: functions of activations are found again by their
+        names.
+        """
+        found = {**state, "_roster": self._roster[:3]}
+        found.pop("_graph_reference", None)
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._renew(*state["_roster"])
+
+
+class Layer(Coordinates, LiveNodes):
+    """The nodes of one layer, in row order; a live NodeSet of all of them.
+
+    `bias` is the Parameter of the trainable biases, None for the sensory layer. `biases`, as in
+    every NodeSet, has one value per node, frozen ones included.
+    """
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
+        Coordinates.__init__(self, "bias", biases)
+        self.default_activation = activation
+        self._has_biases = biases is not None
+        self._dropout = 0.0
+        self._renew(uids, Labels.uniform(activation, len(uids)), Labels.uniform(None, len(uids)))
+
+    @property
+    def is_sensory(self) -> bool:
+        """True for the layer of the inputs, whose nodes have no biases."""
+        return not self._has_biases
 
     def forward(self, z: Tensor, roster: Roster | None = None) -> Tensor:
         """Applies activations and dropout to the inputs `z` [..., n] of the nodes; forward hooks
@@ -148,29 +213,24 @@ class Layer(Coordinates, NodeSet):
             raise ValueError(f"dropout is a probability between 0 and 1, got {probability!r}")
         self._dropout = float(probability)
 
-    def _renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
-        """Installs other nodes; `_install` installs their biases."""
-        self._enrol(Roster.of(uids, activations, owners, self._kinds_place))
+    def _activations_at(self, rows: Tensor) -> list[str]:
+        return list(map(str, self._activation_names.select(rows)))
 
-    def _enrol(self, roster: Roster) -> None:
-        """Installs the nodes of a prepared roster."""
-        self._roster = roster
+    def __getstate__(self) -> dict[str, Any]:
+        return self._without_graph(super().__getstate__())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._renew(*state["_roster"])
 
     @property
     def _kinds_place(self) -> torch.device:
-        """Where activations are computed."""
-        return torch.device("cpu") if self.is_sensory else self._device
+        return self._device if self._has_biases else torch.device("cpu")
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
         super()._apply(*args, **kwargs)
         self._renew(*self._roster[:3])
         return self
-
-    @property
-    def _is_bound(self) -> bool:
-        """True while the graph of the layer is alive."""
-        reference = self.__dict__.get("_graph_reference")
-        return reference is not None and reference() is not None
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Sets the values of the biases when a Parameter is assigned to `layer.biases`."""
@@ -179,27 +239,17 @@ class Layer(Coordinates, NodeSet):
         else:
             super().register_parameter(name, param)
 
-    def _bind(self, graph: "Graph") -> None:
-        """Sets the graph of the layer, held weakly."""
-        object.__setattr__(self, "_graph_reference", weakref.ref(graph))
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_graph_reference", None)
-        # Functions of activations are found again by their names.
-        state["_roster"] = self._roster[:3]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._renew(*state["_roster"])
-
     def __repr__(self) -> str:
         kinds = (
             ", ".join(str(name) for name, _ in self._activation_names.kinds())
             or self.default_activation
         )
         return f"Layer({len(self)} {'sensory nodes' if self.is_sensory else f'nodes, {kinds}'})"
+
+
+def uid_behind(layers: Iterable[LiveNodes]) -> int:
+    """Returns the smallest uid that is larger than those of all nodes."""
+    return 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
 
 
 def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:

@@ -89,22 +89,29 @@ class GrapNode:
 
     @property
     def bias(self) -> Tensor | None:
-        """The node's bias (a scalar tensor, live and assignable), or None for a sensory node."""
+        """The node's bias (a scalar tensor, live and assignable), or None for a sensory node and
+        for one of an adopted model, whose tensors hold the biases.
+        """
         layer, row = self._at()
-        return None if layer.is_sensory else layer._read(_one(row, layer)).squeeze(0)
+        if not layer._has_biases:
+            return None
+        return layer._read(_one(row, layer)).squeeze(0)
 
     @bias.setter
     def bias(self, value: Tensor | float) -> None:
         layer, row = self._at()
-        if layer.is_sensory:
-            raise ValueError(f"{self} is a sensory node, which has no bias")
+        if not layer._has_biases:
+            raise ValueError(f"{self} has no bias of its own: it is one of {layer}")
         layer._write(_one(row, layer), as_tensor(value).detach().reshape(1))
 
     @property
     def activation(self) -> str:
-        """The name of the node's activation ("identity" for a sensory node)."""
+        """The name of the node's activation ("identity" for a sensory node); those of adopted
+        models are in their own code.
+        """
         layer, row = self._at()
-        return str(layer._activation_names[row])
+        (name,) = layer._activations_at(torch.tensor([row], device="cpu"))
+        return name
 
     @property
     def owner(self) -> str | None:

@@ -31,7 +31,7 @@ from ._grid import (
 )
 from ._grid_map import CellMap, GridMap
 from ._journal import Commit
-from ._layer import Layer, Roster
+from ._layer import LiveNodes, Roster
 from ._transition import Topology, Transition, wirings_after
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _prepare_rosters(graph: "Graph", change: Change) -> dict[int, Roster]:
     return {n: _roster_after(graph.layers[n], c) for n, c in change.layers.items()}
 
 
-def _roster_after(layer: Layer, change: LayerChange) -> Roster:
+def _roster_after(layer: LiveNodes, change: LayerChange) -> Roster:
     owners = layer._owner_names.carry(change.index, change.born.owners)
     activations = layer._activation_names.carry(change.index, change.born.activations)
     if change.owners is not None:
@@ -194,7 +194,7 @@ def _prepare_vectors(
         )
         found[f"transitions.{t}.weight"] = (transition, prepared)
     for n, layer in enumerate(graph.layers):
-        if not layer.is_sensory:
+        if layer._has_biases:
             part = change.layers.get(n)
             prepared = layer._prepare(part and part.biases, returning.get(id(layer.parameter)))
             found[f"layers.{n}.bias"] = (layer, prepared)
@@ -264,7 +264,7 @@ def _view_after(
     present = graph._view()
     biases: list[Vector | None] = []
     for n, layer in enumerate(graph.layers):
-        biases.append(None if layer.is_sensory else vectors[f"layers.{n}.bias"][1].vector)
+        biases.append(vectors[f"layers.{n}.bias"][1].vector if layer._has_biases else None)
     return View(
         tuple(rosters.get(n, roster) for n, roster in enumerate(present.rosters)),
         tuple(biases),
@@ -336,7 +336,7 @@ def _prepare_stores(
 def _install_stores(
     graph: "Graph",
     attributes: dict[str, Any],
-    rosters: list[tuple[Layer, Roster]],
+    rosters: list[tuple[LiveNodes, Roster]],
     wirings: list[tuple[Transition, Topology]],
     vectors: "list[tuple[Coordinates, PreparedVector, Token | None]]",
 ) -> None:

@@ -35,7 +35,7 @@ from ._index_map import (
     moved,
     on_host,
 )
-from ._layer import Layer, first_of_run
+from ._layer import LiveNodes, first_of_run
 from ._transition import Topology, require_countable, wirings_after
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Requests:
     namings: dict[int, list[Naming]] = field(default_factory=lambda: defaultdict(list))
     orphans: dict[int, bool] = field(default_factory=dict)  # layer -> fold the bias
 
-    def rows(self, layer: Layer, number: int, uids: Tensor) -> Tensor:
+    def rows(self, layer: LiveNodes, number: int, uids: Tensor) -> Tensor:
         """Returns the rows of uids in a layer, new nodes after the present ones, -1 for missing
         ones.
         """
@@ -137,7 +137,7 @@ class Requests:
         newborns = [newborns.uids for newborns in self.newborns.get(number, ())]
         return torch.cat([graph.layers[number].uid, *newborns])
 
-    def removed_uids(self, layers: Sequence[Layer]) -> dict[int, Tensor]:
+    def removed_uids(self, layers: Sequence[LiveNodes]) -> dict[int, Tensor]:
         """Returns the ascending uids of the present nodes to remove, layer by layer."""
         rows = {number: torch.cat(asked).unique().long() for number, asked in self.removals.items()}
         return {
@@ -337,7 +337,7 @@ class LayerDraft:
             self.layer.uid, self.layer._owner_names, self.layer._activation_names, gone
         )
         biases = None
-        if not self.layer.is_sensory:
+        if self.layer._has_biases:
             biases = self._biases(requests, index, born, generator)
         comes = born - self.n_present
         record = self._record(self.uids[self.n_present :].clone(), owners, kinds, comes)

@@ -389,7 +389,9 @@ class NodeSet:
 
     @property
     def biases(self) -> Tensor:
-        """One bias per node; live, differentiable and assignable; sensory nodes have none."""
+        """One bias per node; live, differentiable and assignable. Sensory nodes have none, nor do
+        those of adopted models, whose tensors hold them.
+        """
         return torch.cat(
             [self._biased(layer)._read(rows) for layer, rows in self._device_rows()]
             or [torch.empty(0, device="cpu")]
@@ -417,10 +419,10 @@ class NodeSet:
 
     @property
     def activations(self) -> list[str]:
-        """One activation name per node."""
+        """One activation name per node; those of adopted models are in their own code."""
         found: list[str] = []
         for layer, rows in self._rows_by_layer().items():
-            found += map(str, self.graph.layers[layer]._activation_names.select(rows))
+            found += self.graph.layers[layer]._activations_at(rows)
         return found
 
     @property
@@ -535,9 +537,10 @@ class NodeSet:
         ]
 
     def _biased(self, layer: int) -> Any:
-        if self.graph.layers[layer].is_sensory:
-            raise ValueError("sensory nodes have no bias, and this NodeSet contains some")
-        return self.graph.layers[layer]
+        store = self.graph.layers[layer]
+        if not store._has_biases:
+            raise ValueError(f"these nodes have no biases of their own: {store}")
+        return store
 
     def _frozen_in(self, number: int, rows: Tensor) -> Tensor:
         graph = self.graph
@@ -545,7 +548,7 @@ class NodeSet:
         # free coordinates of each node
         free = torch.zeros(len(layer), dtype=torch.int64, device=rows.device)
         total = torch.zeros_like(free)
-        if not layer.is_sensory:
+        if layer._has_biases:
             total += 1
             free += (
                 ~layer._frozen_bits(torch.arange(len(layer), dtype=torch.int32, device=rows.device))

@@ -271,7 +271,7 @@ def difference(copy: Graph, net: Graph) -> str:
     for n, (mine, other) in enumerate(zip(copy.layers, net.layers, strict=True)):
         if not equal(mine.uid, other.uid):
             return f"layer {n} has other nodes"
-        if not mine.is_sensory and not equal(mine.frozen_at, other.frozen_at):
+        if mine._has_biases and not equal(mine.frozen_at, other.frozen_at):
             return f"other biases of layer {n} are frozen"
     for t, (mine, other) in enumerate(zip(copy._wired, net._wired, strict=True)):
         if not equal(mine.ptr, other.ptr) or not equal(mine.child, other.child):

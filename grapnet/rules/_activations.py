@@ -11,7 +11,7 @@ from grapnet._torch import current_graph_task_id
 from grapnet.core._errors import GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes
 from grapnet.spaces._adopted import Adopted
 
 from ._recorder import NetRecorder, layer_of, plainly
@@ -146,7 +146,7 @@ class ActivationRecorder(NetRecorder[Activations]):
 
     def __init__(
         self,
-        layer: int | str | Layer,
+        layer: int | str | LiveNodes,
         *,
         at: str | None = None,
         side: Side = "in",
@@ -311,8 +311,8 @@ class CovarianceRecorder(NetRecorder[Covariances]):
 
     def __init__(
         self,
-        upper: int | str | Layer,
-        lower: int | str | Layer | None = None,
+        upper: int | str | LiveNodes,
+        lower: int | str | LiveNodes | None = None,
         *,
         at: str | tuple[str | None, str | None] | None = None,
         side: Side = "in",
@@ -428,7 +428,7 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         return {**super().__getstate__(), "_waiting": None, "_met": ([], [])}
 
 
-def _name_of(layer: int | str | Layer) -> int | str:
+def _name_of(layer: int | str | LiveNodes) -> int | str:
     """Returns a layer as its number, a space as its name."""
     names = as_names(layer)
     assert names

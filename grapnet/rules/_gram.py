@@ -14,7 +14,7 @@ from grapnet.core._change import Change, VectorChange
 from grapnet.core._errors import EditError, GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes
 from grapnet.execution._changes import count_steps, state_of
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import atoms_of
@@ -380,7 +380,7 @@ class GramRecorder(NetRecorder[Products]):
 
     def __init__(
         self,
-        layer: int | str | Layer,
+        layer: int | str | LiveNodes,
         *,
         at: str | None = None,
         window: int = 1,

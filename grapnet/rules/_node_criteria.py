@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes
 from grapnet.core._sets import NodeSet
 from grapnet.spaces._space import Space
 
@@ -35,7 +35,7 @@ class NodeScored(Scored):
         return why_no_activations(net, number)
 
 
-def place_of(net: Graph, nodes: NodeSet) -> tuple[Layer, Tensor]:
+def place_of(net: Graph, nodes: NodeSet) -> tuple[LiveNodes, Tensor]:
     """Returns the layer or space of some nodes, and their rows, int64.
 
     Raises:
@@ -44,13 +44,13 @@ def place_of(net: Graph, nodes: NodeSet) -> tuple[Layer, Tensor]:
     rows = nodes._rows_by_layer()
     if len(rows) > 1:
         raise EditError(f"a criterion ranks the nodes of one layer, got those of {sorted(rows)}")
-    if isinstance(nodes, Layer):
+    if isinstance(nodes, LiveNodes):
         return nodes, torch.arange(len(nodes), device="cpu")
     ((number, at),) = rows.items()
     return net.layers[number], at.long().cpu()
 
 
-def _recorded(net: Graph, layer: Layer) -> int | str:
+def _recorded(net: Graph, layer: LiveNodes) -> int | str:
     """Returns how recorders call a layer: a space by its name, others by their number."""
     return layer.name if isinstance(layer, Space) else layer.index
 
@@ -152,7 +152,7 @@ class _ByCovariance(NodeScored):
         recorder = CovarianceRecorder(name, name, window=self.window)
         return {_evidence("covariance", layer): recorder}
 
-    def _weighted(self, net: Graph, layer: Layer, evidence: Evidence) -> Tensor:
+    def _weighted(self, net: Graph, layer: LiveNodes, evidence: Evidence) -> Tensor:
         """Returns the covariance of what each node sends on: its activation times the norm of its
         outgoing weights.
         """
@@ -252,7 +252,7 @@ def node_norms(net: Graph, layer: Any, side: Side = "both") -> Tensor:
     return total.sqrt().cpu()
 
 
-def _evidence(what: str, layer: Layer) -> str:
+def _evidence(what: str, layer: LiveNodes) -> str:
     name = layer.name if isinstance(layer, Space) else f"layer {layer.index}"
     return f"{what} of {name}"
 

@@ -12,7 +12,7 @@ from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import require_ranks
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._costs import latency
 from grapnet.spaces._space import Space
@@ -161,7 +161,7 @@ class PruneNodes:
             **budget,
         )
 
-    def _chosen(self, net: Graph) -> list[Layer]:
+    def _chosen(self, net: Graph) -> list[LiveNodes]:
         """Returns the spaces or layers to prune, in order.
 
         Raises:
@@ -193,7 +193,7 @@ class PruneNodes:
                 )
         return [space for space in net.spaces if any(space is one for one in found)]
 
-    def _hidden(self, net: Graph) -> list[Layer]:
+    def _hidden(self, net: Graph) -> list[LiveNodes]:
         hidden = range(1, len(net.layers) - 1)
         numbers: Iterable[Any] = hidden
         if self.spaces is not None:
@@ -213,7 +213,7 @@ class PruneNodes:
         return Choice(layer[torch.from_numpy(np.sort(rank.rows[:count]))])
 
     def _scores(
-        self, net: Graph, layer: Layer, free: np.ndarray, evidence: Mapping[str, Any]
+        self, net: Graph, layer: LiveNodes, free: np.ndarray, evidence: Mapping[str, Any]
     ) -> np.ndarray:
         """Returns the scores of the nodes that may go, in numbers that compare."""
         criterion = self.criterion
@@ -241,7 +241,7 @@ class PruneNodes:
     def _ranked(
         self,
         net: Graph,
-        layer: Layer,
+        layer: LiveNodes,
         gone: Mapping[int, np.ndarray],
         evidence: Mapping[str, Any],
     ) -> "_Rank":
@@ -423,7 +423,7 @@ def _layer(net: Graph, number: str | int) -> Any:
     return number
 
 
-def _has_frozen_relations(net: Graph, layer: Layer) -> np.ndarray:
+def _has_frozen_relations(net: Graph, layer: LiveNodes) -> np.ndarray:
     """Marks the nodes of a layer that have a frozen relation, [n]."""
     marks = np.zeros(len(layer), bool)
     for t in net.entering(layer.index):

@@ -14,7 +14,7 @@ from torch import Tensor
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError, GrapNetError, StaleError
 from grapnet.core._graph import Graph
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes
 from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import covered
@@ -219,7 +219,7 @@ def repair(
 
 
 def gram_recorders(
-    net: Graph, layers: int | str | Layer | Iterable[Any] | None = None, **settings: Any
+    net: Graph, layers: int | str | LiveNodes | Iterable[Any] | None = None, **settings: Any
 ) -> dict[str, GramRecorder]:
     """Returns the recorders that `repair` needs when nodes of some layers leave.
 

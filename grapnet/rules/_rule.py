@@ -14,7 +14,7 @@ from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import contains
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes
 from grapnet.core._sets import NodeSet, RelationSet
 from grapnet.spaces._adopted import Adopted, adopted
 from grapnet.spaces._space import Space
@@ -241,7 +241,7 @@ def as_numbers(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
 
 
 # Layers by number, spaces by name, or either as such.
-Layers = int | str | Layer | Iterable[int | str | Layer]
+Layers = int | str | LiveNodes | Iterable[int | str | LiveNodes]
 
 
 def as_names(given: Layers | None) -> tuple[int | str, ...] | None:
@@ -251,13 +251,13 @@ def as_names(given: Layers | None) -> tuple[int | str, ...] | None:
     if given is None:
         return None
     # A layer is a set of nodes, and so could be taken for several.
-    if isinstance(given, str | Layer) or not isinstance(given, Iterable):
+    if isinstance(given, str | LiveNodes) or not isinstance(given, Iterable):
         given = (given,)
     names: list[str | int] = []
     for one in given:
         if isinstance(one, Space):
             names.append(one.name)
-        elif isinstance(one, Layer):
+        elif isinstance(one, LiveNodes):
             names.append(one.index)
         elif isinstance(one, str):
             names.append(one)

@@ -15,7 +15,7 @@ from grapnet._torch import current_graph_task_id
 from grapnet.core._errors import EditError, GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import positions
 
@@ -383,7 +383,7 @@ class SaliencyRecorder(BackwardRecorder[NodeSums]):
         (1, torch.Size([3]))
     """
 
-    def __init__(self, layer: int | str | Layer, *, window: int = 1) -> None:
+    def __init__(self, layer: int | str | LiveNodes, *, window: int = 1) -> None:
         names = as_names(layer)
         assert names
         super().__init__((names[0],), window)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from grapnet.core._graph import Count, Graph
 from grapnet.core._grid import Grid, named_grids
 from grapnet.core._grid_map import GridMap
 from grapnet.core._index_map import IndexMap
+from grapnet.core._layer import uid_behind
 from grapnet.core._opened import Pattern, opens_any, same_pattern
 from grapnet.core._prepare import View
 from grapnet.core._sets import RelationSet
@@ -50,11 +51,15 @@ class Adopted(Graph):
     transitions are in the Parameters of the model.
     """
 
+    _spaces: Sequence[Space] = ()
     # the ends of relations in convolutions with groups, which are layers behind the spaces
     _channels: Sequence[Channels] = ()
 
     def __init__(self, model: nn.Module, typed: Typed, gates: Gates) -> None:
-        super().__init__(spaces_of(typed), [], ends=[])
+        super().__init__([], [], ends=[])
+        self._spaces = spaces_of(typed)
+        self._next_uid = uid_behind(self._spaces)
+        self._bind()
         self._modules["model"] = model
         self._typed = typed
         self._grids_held = named_grids(model)
@@ -81,7 +86,9 @@ class Adopted(Graph):
     @property
     def spaces(self) -> list[Space]:
         """All spaces of the model, pinned ones included."""
-        return cast("list[Space]", list(super().layers))
+        if unsettled:
+            settle()
+        return list(self._spaces)
 
     @property
     def _own_layers(self) -> Sequence[Any]:
@@ -90,8 +97,7 @@ class Adopted(Graph):
     @property
     def layers(self) -> Sequence[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The spaces, and behind them the channels that convolutions with groups relate."""
-        spaces = super().layers
-        return [*spaces, *self._channels] if self._channels else spaces
+        return [*self.spaces, *self._channels]
 
     def _find(self, uid: int) -> tuple[int, int] | None:
         if uid >= 0:

@@ -17,6 +17,7 @@ from torch import nn
 from grapnet.core._change import BlockParameter, DepthChange, Labels
 from grapnet.core._errors import EditError
 from grapnet.core._grid import Grid, named_grids
+from grapnet.core._layer import Roster
 
 from ._blocks import Asked, Insertion, Number, Slot, Stacks, own_indices
 from ._discovery import Typed
@@ -45,7 +46,7 @@ class Build:
     net: "weakref.ref[Adopted]"
     blocks: tuple[tuple[nn.Module, dict[str, nn.Module]], ...]
     numbers: tuple[tuple[Any, str, Any], ...]
-    spaces: nn.ModuleList
+    spaces: list[Space]
     records: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
 
@@ -63,7 +64,7 @@ class Build:
             found.append(partial(setattr, holder, name, value))
         for space, record in zip(self.spaces, self.records, strict=True):
             found.append(partial(vars(space).update, record))
-        found.append(partial(vars(net)["_modules"].__setitem__, "layers", self.spaces))
+        found.append(partial(vars(net).__setitem__, "_spaces", self.spaces))
         found.append(partial(vars(net).update, self.attributes))
         return found
 
@@ -182,8 +183,7 @@ class _Result:
                 continue
             uids = torch.arange(next_uid, next_uid + count, device="cpu")
             next_uid += count
-            activations = Labels.uniform(made.default_activation, count)
-            made._renew(uids, activations, Labels.uniform(self._owner(made), count))
+            made._enrol(Roster.of_space(uids, Labels.uniform(self._owner(made), count)))
             made._bind(self._net)
             found.append(made)
         self._name(found)
@@ -250,12 +250,11 @@ class _Result:
         blocks = [(stack.container, stack.container._modules) for stack in self._stacks]
         names = ("_typed", "_gates", "_grids_held", "_weights", "_channels", "_first_numbers")
         attributes = {name: vars(net)[name] for name in names}
-        layers = vars(net)["_modules"]["layers"]
         return Build(
             weakref.ref(net),
             tuple(blocks),
             tuple((n.holder, n.name, n.before) for n in self._numbers),
-            layers,
+            net.spaces,
             tuple(_record(space) for space in net.spaces),
             {**attributes, "_costs": None},
         )
@@ -282,7 +281,7 @@ class _Result:
             weakref.ref(net),
             tuple(blocks),
             tuple((n.holder, n.name, n.after) for n in self._numbers),
-            nn.ModuleList(self._spaces),
+            self._spaces,
             tuple(_record(made) for made in self._made),
             attributes,
         )

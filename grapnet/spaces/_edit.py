@@ -155,7 +155,7 @@ class SpaceEdit(Edit):
                 f"no tensor of the model reads the nodes of {space.name}, so that new ones change"
                 ' its function; add them nevertheless with readers="alike"'
             )
-        nodes = super().add_nodes(number, count, owner=owner, bias="zero")
+        nodes = self._add_nodes(number, count, "identity", owner, None)
         self._growths[number] = Growth(readers, writers, dict(values or {}))
         return nodes
 

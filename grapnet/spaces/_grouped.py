@@ -6,19 +6,16 @@ another, both of the same group. So the ends of these relations are `Channels`, 
 for every group and every node inside of it.
 """
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from grapnet.core._change import Labels
 from grapnet.core._errors import EditError
-from grapnet.core._layer import Roster, rows_among
-from grapnet.core._sets import NodeSet
+from grapnet.core._layer import LiveNodes, Roster
 
 from ._axes import Atom, Expression, ProductOf, SumOf, size_of
 from ._discovery import Typed
@@ -34,7 +31,7 @@ _BITS = {2: 31, 3: 20}
 _FIRST_UID = {2: -(2**63), 3: -(2**62)}
 
 
-class Channels(NodeSet):
+class Channels(LiveNodes):
     """Channels that spaces divide into groups and what lies inside of one; a live NodeSet.
 
     They are the ends of the relations in convolutions with groups, and have no entries of their
@@ -42,31 +39,20 @@ class Channels(NodeSet):
 
     Args:
         net: the graph.
-        index: the number among the layers of the graph.
         factors: the numbers of the spaces, the outermost first.
     """
 
-    is_sensory = True
-
-    def __init__(self, net: "Adopted", index: int, factors: tuple[int, ...]) -> None:
-        self._net = weakref.ref(net)
-        self.index = index
+    def __init__(self, net: "Adopted", factors: tuple[int, ...]) -> None:
+        self._bind(net)
         self._factors = factors
         # the nodes of the spaces that `_made` was made of
         self._seen: tuple[Tensor, ...] = ()
         self._made: Roster | None = None
 
     @property
-    def graph(self) -> "Adopted":
-        """The graph."""
-        net = self._net()
-        assert net is not None
-        return net
-
-    @property
     def spaces(self) -> list[Space]:
         """The spaces that divide the channels, the outermost first."""
-        spaces = self.graph.spaces
+        spaces = cast("Adopted", self.graph).spaces
         return [spaces[number] for number in self._factors]
 
     @property
@@ -84,39 +70,15 @@ class Channels(NodeSet):
         return found
 
     @property
-    def uid(self) -> Tensor:
-        """The uid of every channel, [n] int64, ascending and negative."""
-        return self._roster.uids
-
-    @property
-    def _roster(self) -> Roster:
+    def _roster(self) -> Roster:  # pyright: ignore[reportIncompatibleVariableOverride]
         present = tuple(space.uid for space in self.spaces)
         is_same = len(present) == len(self._seen) and all(
             one is other for one, other in zip(present, self._seen, strict=True)
         )
         if self._made is None or not is_same:
-            uids = _uids_of(present)
-            activations = Labels.uniform("identity", len(uids))
-            owners = Labels.uniform(None, len(uids))
-            self._made = Roster.of(uids, activations, owners, torch.device("cpu"))
+            self._made = Roster.of_space(_uids_of(present))
             self._seen = present
         return self._made
-
-    @property
-    def _activation_names(self) -> Labels:
-        return self._roster.activations
-
-    @property
-    def _owner_names(self) -> Labels:
-        return self._roster.owners
-
-    @property
-    def _uids_by_layer(self) -> dict[int, Tensor]:
-        return {self.index: self.uid}
-
-    def rows(self, uids: Tensor) -> Tensor:
-        """Returns the int32 rows of `uids`, -1 for those that are not among the channels."""
-        return rows_among(self.uid, uids)
 
     def __len__(self) -> int:
         return prod(len(space) for space in self.spaces)
@@ -126,7 +88,7 @@ class Channels(NodeSet):
 
 
 def _uids_of(factors: Sequence[Tensor]) -> Tensor:
-    """Returns the uids of channels, made of those of the nodes of their spaces."""
+    """Returns the uids of channels, made of those of the nodes of their spaces: negative ones."""
     bits = _BITS[len(factors)]
     found = torch.zeros(1, dtype=torch.int64)
     for uids in factors:
@@ -250,7 +212,7 @@ def relations_of(
                 continue
             source, target = (_end(factors, ends, len(spaces)) for factors in pair)
             found.append(GroupedWeight(net, name, (source, target), in_dim, blocks))
-    return found, [Channels(net, number, factors) for factors, number in ends.items()]
+    return found, [Channels(net, factors) for factors in ends]
 
 
 def _end(factors: tuple[int, ...], ends: dict[tuple[int, ...], int], n_spaces: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
-from grapnet.core._layer import Layer
+from grapnet.core._layer import LiveNodes, Roster
 from grapnet.core._sets import NodeSet, as_key, how_many
 
 from ._axes import Expression, atoms_of, occurrences, positions
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Verdict = Literal["exact", "normalised", "differs", "unproved", "pinned"]
 
 
-class Space(Layer):
+class Space(LiveNodes):
     """The nodes of one space, in order; a live NodeSet of all of them.
 
     Attributes:
@@ -41,7 +41,7 @@ class Space(Layer):
         writers: tuple[str, ...],
         readers: tuple[str, ...],
     ) -> None:
-        super().__init__(uids, None, "identity")
+        self._enrol(Roster.of_space(uids))
         self.name = name
         self.pins = record.pins
         self.writers = writers
@@ -147,6 +147,10 @@ class Space(Layer):
         key = as_key(self.norms() if key is None else key, len(self), "nodes").cpu()
         chosen = key.argsort(stable=True)[:leave].sort().values
         return self[chosen]
+
+    def __dir__(self) -> list[str]:
+        # They raise: both are in the code and the tensors of the model.
+        return [name for name in super().__dir__() if name not in ("activations", "biases")]
 
     def __repr__(self) -> str:
         return f"Space({self.name!r}, {len(self)} nodes, {self.verdict})"
