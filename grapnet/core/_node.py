@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._index_map import as_tensor
-from ._sets import NodeSet, RelationSet
+from ._sets import NodeSet, RelationSet, laid_end_to_end
 
 if TYPE_CHECKING:
     from ._graph import Graph
@@ -44,7 +44,11 @@ class GrapNode:
 
     @property
     def children(self) -> "NeighboursView":
-        """The children of the node in the next layer, ordered like `W_alloc`."""
+        """The children of the node, ordered like `W_alloc`: those that one transition leads to
+        after the other.
+
+        Of an adopted model, a child that several tensors lead to is in it once for each.
+        """
         return NeighboursView(self, down=True)
 
     @property
@@ -61,25 +65,28 @@ class GrapNode:
     def W_alloc(self) -> Tensor:
         """The weights `[1, degree]` of the node, aligned with `children`; live, differentiable and
         assignable.
+
+        Relations of a model may have several numbers each: then `[1, degree, numbers]`. Where its
+        tensors have another count for each, this raises ValueError; see `RelationSet.weights`.
         """
         parts = []
         for transition, start, stop in self._slots():
-            parts.append(transition._weights_at(range(start, stop)).view(1, -1))
+            parts.append(transition._weights_at(range(start, stop)))
         if not parts:
             return self._graph.transitions[0].weight.new_empty((1, 0))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, dim=1)
+        return laid_end_to_end(parts)[None]
 
     @W_alloc.setter
     def W_alloc(self, weights: Tensor) -> None:
         weights = as_tensor(weights)
-        if weights.numel() != self.degree or weights.dim() > 2:
+        shape = self.W_alloc.shape
+        if weights.numel() != shape.numel() or weights.dim() > len(shape):
             raise ValueError(
-                f"{self} has W_alloc of shape [1, {self.degree}], got {list(weights.shape)}"
+                f"{self} has W_alloc of shape {list(shape)}, got {list(weights.shape)}"
             )
         slots = self._slots()
-        parts = weights.detach().reshape(-1).split([stop - start for _, start, stop in slots])
+        counts = [(stop - start) * transition._payload for transition, start, stop in slots]
+        parts = weights.detach().reshape(-1).split(counts)
         self._graph._write_all(
             [
                 (transition, slice(start, stop), part)
@@ -155,7 +162,8 @@ class GrapNode:
         found = []
         for t in self._graph.leaving(number):
             transition = self._graph.transitions[t]
-            found.append((transition, int(transition.ptr[row]), int(transition.ptr[row + 1])))
+            start, stop = transition.topology.ptr[row : row + 2].tolist()
+            found.append((transition, start, stop))
         return found
 
     def __eq__(self, other: object) -> bool:

@@ -95,15 +95,14 @@ class RelationSet:
     def weights(self) -> Tensor:
         """One weight per relation; live, differentiable and assignable.
 
-        Relations of a model may have several numbers each: then [n, numbers].
+        Relations of a model may have several numbers each: then [n, numbers]. Those of tensors
+        that have another count for each have no common shape, and raise ValueError.
         """
         found = self._positions_by_transition().items()
         parts = [self._store(t)._weights_at(at) for t, at in found]
         if not parts:
             return self._store(0).weight.new_empty(0)
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts)
+        return laid_end_to_end(parts)
 
     @weights.setter
     def weights(self, values: Tensor) -> None:
@@ -144,7 +143,9 @@ class RelationSet:
                     f"the relations of transition {t} have no gradients yet; call backward() first"
                 )
             found.append(gradients)
-        return torch.cat(found) if found else self._store(0).weight.detach().new_empty(0)
+        if not found:
+            return self._store(0).weight.detach().new_empty(0)
+        return laid_end_to_end(found)
 
     @property
     def frozen(self) -> Tensor:
@@ -338,6 +339,22 @@ def as_key(key: Tensor, size: int, entries: str) -> Tensor:
         raise ValueError(f"key has {len(key)} entries for {size} {entries}")
     require_ranks(key)
     return key.byte() if key.dtype == torch.bool else key
+
+
+def laid_end_to_end(parts: list[Tensor]) -> Tensor:
+    """Returns the numbers of relations of several transitions, [n] or [n, numbers]; raises
+    ValueError where relations have different counts of numbers.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    parts = [part for part in parts if len(part)] or parts[:1]
+    counts = sorted({part[0].numel() for part in parts if len(part)})
+    if len(counts) > 1:
+        raise ValueError(
+            f"these relations have {' or '.join(map(str, counts))} numbers each; take those of one"
+            " tensor, relations & net.relations(name)"
+        )
+    return torch.cat(parts)
 
 
 def _as_slice(at: "Tensor | range") -> Tensor | slice:

@@ -55,6 +55,7 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
         transition: the number of the transition.
         ax: the axes to draw into; a new figure by default.
     """
+    wiring.require_net(net)
     transition = range(len(net.transitions))[transition]
     wires = wiring.wires_of(net, transition)
     groups = wiring.summarized(net, wiring.groups_by(net, "owner"))
@@ -194,6 +195,7 @@ def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) ->
         by: one line per "transition", or per "owner" of the parents.
         ax: the axes to draw into; a new figure by default.
     """
+    wiring.require_net(net)
     values = []
     owners = []
     for store in net.transitions:

@@ -8,6 +8,7 @@ import numpy as np
 from grapnet import GrapNet, GrapNode
 
 from . import _canvas as canvas
+from . import _wiring as wiring
 from ._canvas import counted
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def deletion(
         EditError: the node has no such slots.
         ValueError: the node owns no relations.
     """
+    wiring.require_net(net)
     if node is None:
         node = _node_of_degree(net, 6)
     elif isinstance(node, int):

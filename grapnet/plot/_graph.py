@@ -66,6 +66,7 @@ def graph(
         HistoryError: there is no such version, or the journal no longer knows what was cut since
             then.
     """
+    wiring.require_net(net)
     groups = wiring.groups_by(net, color_by)
     looks = canvas.owner_looks(wiring.distinct_names(groups))
     marked = wiring.marked_relations(net, highlight)

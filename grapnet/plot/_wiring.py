@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from grapnet import Commit, GrapNet, GrapNode, NodeSet, RelationSet
+from grapnet.core._graph import Graph
+from grapnet.spaces import Adopted
 
 ColorBy = Literal["owner", "activation"]
 Marked = NodeSet | RelationSet | GrapNode
@@ -65,6 +67,12 @@ class Groups:
     def has_names(self) -> bool:
         """Whether some node has a name."""
         return any(name is not None for name in self.names)
+
+
+def require_net(net: Graph) -> None:
+    """Raises TypeError for an adopted model, whose relations may have several numbers each."""
+    if isinstance(net, Adopted):
+        raise TypeError("this picture is one of a GrapNet; plot.spaces draws an adopted model")
 
 
 def wires_of(net: GrapNet, transition: int, marked: RelationSet | None = None) -> Wires:

@@ -251,9 +251,8 @@ class Weight:
         whole = grid.whole.clone()
         rows = self.rows(*self._ends(at.cpu())).to(whole.device)
         width = self._pattern().width
-        numbers = new.reshape(len(at), -1).to(whole)
         cells = whole.view(-1, width)
-        cells[rows.reshape(-1)] = numbers.expand(len(at), self._payload).reshape(-1, width)
+        cells[rows.reshape(-1)] = new.to(whole).reshape(-1, width)
         content = cells
         if grid.opened is not None:
             content = cells[grid.opened.free_at(cells.device)]
@@ -279,7 +278,7 @@ class Weight:
     def _numbers(self, whole: Tensor, at: Tensor) -> Tensor:
         rows = self.rows(*self._ends(at.cpu())).to(whole.device)
         width = self._pattern().width
-        found = whole.reshape(-1, width)[rows.reshape(-1)].view(len(at), -1)
+        found = whole.reshape(-1, width)[rows.reshape(-1)].view(len(at), rows.shape[1] * width)
         return found.squeeze(1) if found.shape[1] == 1 else found
 
     def _ends(self, at: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,3 +107,13 @@ def test_many_blocks_share_bands():
     shown = texts(plot.spaces(net))
     assert f"*.0 ({MOST_BANDS} spaces)  {6 * MOST_BANDS}" in shown
     assert len(bands(plot.spaces(net))) < 5
+
+
+@pytest.mark.parametrize("draw", [plot.graph, plot.adjacency, plot.weights, plot.deletion])
+def test_pictures_of_nets_refuse_a_model_and_name_the_one_that_draws_it(draw: Any) -> None:
+    with pytest.raises(TypeError, match=r"plot\.spaces"):
+        draw(adopted("resnet"))
+
+
+def test_degrees_of_the_nodes_of_a_model_are_drawn() -> None:
+    assert plot.degrees(adopted("resnet")).has_data()

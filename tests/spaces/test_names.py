@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,25 +62,26 @@ def test_a_space_has_no_names_of_the_layers_of_a_net(net: Adopted, name: str) ->
 def test_nodes_of_a_model_have_no_biases_and_activations_of_their_own(net: Adopted) -> None:
     space = net.space("gate")
     for nodes in (space, space[:2], net.select()):
-        for name in ("biases", "activations"):
-            with pytest.raises(ValueError):
-                getattr(nodes, name)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="no biases"):
+            _ = nodes.biases
+        with pytest.raises(ValueError, match="activations"):
+            _ = nodes.activations
+        with pytest.raises(ValueError, match="no biases"):
             nodes.biases = torch.zeros(len(nodes))
     assert not {"biases", "activations"} & {*dir(space)}
     assert space[0].bias is None
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="no bias"):
         space[0].bias = 1.0
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="activations"):
         _ = space[0].activation
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
-def test_copies_have_their_own_spaces(net: Adopted, copied: object) -> None:
+def test_copies_have_their_own_spaces(net: Adopted, copied: Callable[[Any], Any]) -> None:
     with net.edit(reason="owners, and fewer nodes") as edit:
         edit.set_owner(net.space("gate")[:2], "task")
         edit.remove_nodes(net.space("gate")[4:])
-    other = copied(net)  # pyright: ignore[reportCallIssue]
+    other = copied(net)
     assert [space.name for space in other.spaces] == [space.name for space in net.spaces]
     for mine, its in zip(net.spaces, other.spaces, strict=True):
         assert isinstance(its, Space)
@@ -89,3 +92,80 @@ def test_copies_have_their_own_spaces(net: Adopted, copied: object) -> None:
     other.undo()
     assert (len(net.space("gate")), len(other.space("gate"))) == (4, 6)
     gn.check(other)
+
+
+def relations_of(net: Adopted, node: gn.GrapNode, *names: str) -> list[gn.RelationSet]:
+    """Returns the relations of a node in some tensors, found among all of the tensor."""
+    found = []
+    for name in names:
+        relations = net.relations(name)
+        found.append(relations[relations.parents == node.uid])
+    return found
+
+
+def test_a_node_of_one_tensor_has_its_relations_as_slots(net: Adopted) -> None:
+    node = net.space("gate")[2]
+    (relations,) = relations_of(net, node, "back")
+    assert node.degree == len(node.children) == len(relations) == 8
+    assert node.children.uids.tolist() == relations.children.tolist()
+    assert torch.equal(node.W_alloc, relations.weights[None])
+    chosen = node.outgoing(slots=[0, -1])
+    assert chosen.children.tolist() == [relations.children[0], relations.children[-1]]
+    with net.edit(reason="two relations") as edit:
+        edit.cut(node, slots=[0, -1])
+    (left,) = relations_of(net, node, "back")
+    assert node.degree == len(left) == 6
+    assert torch.equal(node.W_alloc, left.weights[None])
+    back: Any = net.model.get_submodule("back").weight
+    assert back[:, 2].flatten().nonzero().flatten().tolist() == [1, 2, 3, 4, 5, 6]
+    net.undo()
+    assert node.degree == 8
+
+
+def test_relations_of_several_numbers_are_one_slot_each(net: Adopted) -> None:
+    node = net.space("stem:in")[1]
+    (relations,) = relations_of(net, node, "stem")
+    assert node.W_alloc.shape == (1, 8, 9)
+    assert torch.equal(node.W_alloc[0], relations.weights)
+    node.W_alloc = torch.arange(72.0)
+    stem: Any = net.model.get_submodule("stem").weight
+    assert torch.equal(stem[:, 1].reshape(-1), torch.arange(72.0))
+    node.W_alloc.square().sum().backward()
+    assert torch.equal(stem.grad[:, 1], 2 * stem[:, 1])
+    assert stem.grad[:, 0].abs().max() == 0
+    with pytest.raises(ValueError, match="W_alloc"):
+        node.W_alloc = torch.zeros(8)
+
+
+def test_a_node_of_several_tensors_has_one_slot_for_each_relation(net: Adopted) -> None:
+    node = net.space("stem")[3]
+    parts = relations_of(net, node, "wide", "gate", "head")
+    names = [weight.name for weight in net.transitions if weight.source == net.space("stem").index]
+    assert names == ["wide.weight", "gate.weight", "head.weight"]
+    assert node.degree == 8 + 6 + 5
+    assert node.children.uids.tolist() == torch.cat([p.children for p in parts]).tolist()
+    # "wide" has nine numbers for each of its relations, the others have one
+    with pytest.raises(ValueError, match="1 or 9 numbers"):
+        _ = node.W_alloc
+    with pytest.raises(ValueError, match="1 or 9 numbers"):
+        _ = node.outgoing().weights
+    assert torch.equal((node.outgoing() & net.relations("wide")).weights, parts[0].weights)
+    with net.edit(reason="one of each tensor") as edit:
+        edit.cut(node, slots=[7, 8, 18])
+    assert [len(p) for p in relations_of(net, node, "wide", "gate", "head")] == [7, 5, 4]
+    with net.edit(reason="all of the kernels") as edit:
+        edit.cut(node.outgoing() & net.relations("wide"))
+    _, gate, head = relations_of(net, node, "wide", "gate", "head")
+    assert torch.equal(node.W_alloc, torch.cat([gate.weights, head.weights])[None])
+    node.W_alloc = torch.arange(9.0)
+    assert head.weights.tolist() == [5.0, 6.0, 7.0, 8.0]
+
+
+def test_channels_of_groups_have_children() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 12, 3, groups=4), nn.Conv2d(12, 2, 1))
+    net = gn.adopt(model, INPUT)
+    relations = net.relations("1")
+    node = net.node(int(relations.parents[0]))
+    assert node.degree == 3
+    assert torch.equal(node.W_alloc[0], relations[relations.parents == node.uid].weights)
