@@ -16,7 +16,7 @@ from grapnet.core._grid_map import GridMap
 from grapnet.core._index_map import as_tensor
 from grapnet.core._node import GrapNode
 from grapnet.core._opened import CUT, FROZEN, Pattern
-from grapnet.core._resolve import LayerDraft, Requests, checked_owner, union
+from grapnet.core._resolve import Assigned, LayerDraft, Requests, checked_owner, union
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
 from ._blocks import Asked, Insertion, Removal, container_of, place_in
@@ -38,6 +38,16 @@ class Growth:
     readers: Start = "zero"
     writers: Start = "alike"
     values: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class _OfNets:
+    """A verb of the edits of nets, which tab completion does not show for an adopted model."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise EditError(self._message)
 
 
 class SpaceEdit(Edit):
@@ -417,6 +427,7 @@ class SpaceEdit(Edit):
             cells.items(), numbers.expand(sum(counts)).split(counts), strict=True
         ):
             self._assign(self.graph.transitions[t].name, own, part.clone())
+            self._requests.assign_relations[t].append(Assigned(found[t], part))
 
     def _assign(self, name: str, cells: Tensor, values: Tensor) -> None:
         """Gives cells of a tensor, by their positions in the vector of all of them, other
@@ -671,25 +682,15 @@ class SpaceEdit(Edit):
             removals[number] = [*removals.get(number, ()), rows]
         return replace(self._requests, removals=removals)
 
-    def insert_layer(self, *args: Any, **kwargs: Any) -> NodeSet:
-        """Raises EditError."""
-        raise EditError("insert_layer works on nets; in an adopted model insert does")
+    insert_layer: Any = _OfNets("use edit.insert for an adopted model")
+    remove_layer: Any = _OfNets("use edit.remove for an adopted model")
+    insert_skip: Any = _OfNets("the skips of an adopted model are in its own code")
+    remove_skip: Any = _OfNets("the skips of an adopted model are in its own code")
+    set_activation: Any = _OfNets("the activations of an adopted model are in its own code")
 
-    def remove_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise EditError("remove_layer works on nets; in an adopted model remove does")
-
-    def insert_skip(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise EditError("insert_skip works on nets; the code of an adopted model adds what it adds")
-
-    def remove_skip(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise EditError("remove_skip works on nets; the code of an adopted model adds what it adds")
-
-    def set_activation(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise EditError("the activations of an adopted model are in its own code")
+    def __dir__(self) -> list[str]:
+        verbs = vars(SpaceEdit)
+        return [n for n in super().__dir__() if not isinstance(verbs.get(n), _OfNets)]
 
     def _resolved(self, draws: Draws) -> Change:
         change = Change(self._changed_nodes(), {})

@@ -94,6 +94,25 @@ def test_copies_have_their_own_spaces(net: Adopted, copied: Callable[[Any], Any]
     gn.check(other)
 
 
+def test_an_edit_of_a_model_has_no_verbs_that_change_the_layers_of_a_net(net: Adopted) -> None:
+    verbs = {"insert_layer", "remove_layer", "insert_skip", "remove_skip", "set_activation"}
+    assert verbs <= {*dir(gn.GrapNet([2, 1]).edit())}
+    edit: Any = net.edit()
+    assert not verbs & {*dir(edit)}
+    for verb in verbs:
+        with pytest.raises(gn.errors.EditError):
+            getattr(edit, verb)(1)
+
+
+def test_an_edit_of_a_model_tells_which_relations_it_assigns(net: Adopted) -> None:
+    chosen = net.relations("wide").smallest(count=3) | net.relations("back").smallest(count=2)
+    with net.edit(reason="other numbers") as edit:
+        assert len(edit.assigned_relations) == 0
+        edit.assign(chosen, 0.5)
+        assert len(edit.assigned_relations - chosen) == len(chosen - edit.assigned_relations) == 0
+    assert set((net.relations("wide") & chosen).weights.flatten().tolist()) == {0.5}
+
+
 def relations_of(net: Adopted, node: gn.GrapNode, *names: str) -> list[gn.RelationSet]:
     """Returns the relations of a node in some tensors, found among all of the tensor."""
     found = []
