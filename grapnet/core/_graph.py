@@ -646,6 +646,10 @@ class Graph(nn.Module):
             if not layer._is_bound:
                 layer._bind(self)
 
+    def __dir__(self) -> list[str]:
+        # What is a property here and a module inside is listed once.
+        return sorted({*super().__dir__()})
+
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """Does what `nn.Module` does; `parameters()` and similar methods use it."""
         if unsettled:

@@ -416,8 +416,6 @@ class Execution:
         'reference'
     """
 
-    follows_depth = True
-
     def __init__(self, graph: Graph) -> None:
         self._chosen: list[Backend | None] = [None] * len(graph.transitions)  # None: auto
         # by transition: the requested backend that is not registered
@@ -426,28 +424,29 @@ class Execution:
 
     def _bind(self, graph: Graph) -> None:
         """Sets the graph that the manager runs, held weakly."""
-        self._graph = weakref.ref(graph)
+        self._graph_reference = weakref.ref(graph)
         self._tracing = Tracing(self._prepare_trace)
         self._recorders = 0
         self._is_recorded = False
-        graph.follow(self)
+        self._keeper = _Keeper(self)
+        graph.follow(self._keeper)
         self._refresh()
 
     @property
     def _is_bound(self) -> bool:
         """True while the graph is alive."""
-        return "_graph" in self.__dict__ and self._graph() is not None
+        return "_graph_reference" in self.__dict__ and self._graph_reference() is not None
 
     @property
-    def graph(self) -> Graph:
+    def _graph(self) -> Graph:
         """The graph."""
-        graph = self._graph()
+        graph = self._graph_reference()
         assert graph is not None, "the net is gone"
         return graph
 
     def _refresh(self) -> None:
         """Drops every plan, for example when the net moves to another device."""
-        graph = self.graph
+        graph = self._graph
         modules = [(store, graph.layers[store.target]) for store in graph.transitions]
         dtype = graph.transitions[0].weight.dtype
         self._sensory = graph.layers[0]
@@ -460,19 +459,9 @@ class Execution:
                 self._plans.make_lines(before, used=False)
 
     @property
-    def plans(self) -> Plans:
-        """The plans of the current version."""
-        return self._plans
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the coordinates."""
         return self._plans.dtype
-
-    @property
-    def is_chain(self) -> bool:
-        """True when every layer leads to the one after it, and to no other."""
-        return self._plans.is_chain
 
     def use(
         self,
@@ -510,10 +499,10 @@ class Execution:
         for t in numbers:
             chosen[t] = backend
             present = {own: (column.name, column.layer) for own, column in columns[t].items()}
-            stays = before[t] == name and present == column_places(self.graph, t, backend)
+            stays = before[t] == name and present == column_places(self._graph, t, backend)
             if start or generator is not None or not stays:
                 columns[t] = start_columns(
-                    self.graph, t, backend, draws, generator=generator, **start
+                    self._graph, t, backend, draws, generator=generator, **start
                 )
         unmet = {t: unmet for t, unmet in self._unmet.items() if t not in numbers}
         self._change(chosen, columns, unmet, draws)
@@ -559,13 +548,13 @@ class Execution:
         for t, name in enumerate(names[: len(chosen)]):
             chosen[t] = None
             if name in BACKENDS:
-                places = column_places(self.graph, t, BACKENDS[name]).values()
-                has_columns = all(column in self.graph.columns for column, _ in places)
+                places = column_places(self._graph, t, BACKENDS[name]).values()
+                has_columns = all(column in self._graph.columns for column, _ in places)
                 if has_columns and name not in self._plans.refused(t):
                     chosen[t] = BACKENDS[name]()
             elif name != AUTO:
                 unmet[t] = name
-            columns[t] = present_columns(self.graph, t, chosen[t])
+            columns[t] = present_columns(self._graph, t, chosen[t])
         self._change(chosen, columns, unmet, Draws())
 
     def describe(self, batch: int = 256, *, training: bool = True) -> list[dict[str, Any]]:
@@ -658,7 +647,7 @@ class Execution:
         """
         (t,) = self._numbers(transition)
         found = []
-        store = self.graph.transitions[t]
+        store = self._graph.transitions[t]
         for families in find_families(store.topology):
             for rows, children in zip(families.members, families.children, strict=True):
                 members = self._nodes(store.source, rows)
@@ -670,7 +659,7 @@ class Execution:
         not.
         """
         (t,) = self._numbers(transition)
-        tiling = find_tiles(self.graph.transitions[t].topology)
+        tiling = find_tiles(self._graph.transitions[t].topology)
         if tiling is None:
             return None
         return TileReport(tiling.size, torch.from_numpy(tiling.present.copy()))
@@ -680,7 +669,7 @@ class Execution:
         edit.
         """
         (t,) = self._numbers(transition)
-        store = self.graph.transitions[t]
+        store = self._graph.transitions[t]
         plan = self._steps(self._plans, batch, training=training)[t].plan
         return BoundPlan(plan, store, store.topology)
 
@@ -735,7 +724,7 @@ class Execution:
         line.traced = True
         return [line, plans.view.rosters[0]]
 
-    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+    def _prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Prepares the plans in use for the new relations; raises if a chosen backend refuses."""
         depth = commit.change.depth
         if depth is None:
@@ -768,7 +757,7 @@ class Execution:
         plans.require()
         plans.make_lines(before, used=False)
         install = partial(self._install, chosen, unmet, plans)
-        self.graph._set_columns(wanted, [*draws.installs(), install])
+        self._graph._set_columns(wanted, [*draws.installs(), install])
 
     def _install(self, chosen: list[Backend | None], unmet: dict[int, str], plans: Plans) -> None:
         self._chosen = chosen
@@ -785,10 +774,25 @@ class Execution:
         return range(transition, transition + 1)
 
     def _nodes(self, layer: int, rows: Tensor) -> NodeSet:
-        return NodeSet(self.graph, {layer: self.graph.layers[layer].uid[rows.cpu()]})
+        return NodeSet(self._graph, {layer: self._graph.layers[layer].uid[rows.cpu()]})
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_chosen": list(self._chosen), "_unmet": dict(self._unmet)}
+
+
+class _Keeper:
+    """The follower of a net that keeps the plans of its execution, which holds it."""
+
+    follows_depth = True
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = weakref.ref(execution)
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Prepares the plans; see `Execution._prepare`."""
+        execution = self._execution()
+        assert execution is not None
+        return execution._prepare(graph, commit)
 
 
 def _forget_recorder(reference: "weakref.ref[Execution]") -> None:

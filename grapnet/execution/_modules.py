@@ -102,7 +102,7 @@ def build(net: Net, most_cells: int, *, trainable: bool) -> list[nn.Module]:
     """Returns the modules of the net in order; raises PlanError, before making any, when one would
     be too large.
     """
-    graph = net.execution.graph
+    graph = net.execution._graph
     refuse(net, most_cells)
     modules: list[nn.Module] = _dropouts(graph.layers[0]) if trainable else []
     for transition, layer in zip(graph.transitions, computed_layers(graph), strict=True):
@@ -143,7 +143,7 @@ def _dropouts(layer: Layer) -> list[nn.Module]:
 
 def refuse(net: Net, most_cells: int) -> None:
     """Raises if matrices cannot or should not represent the net."""
-    graph = net.execution.graph
+    graph = net.execution._graph
     require_in_effect(graph)
     if not graph.is_chain:
         skips = [ends for ends in graph.ends if ends[1] != ends[0] + 1]

@@ -47,7 +47,7 @@ class Snapshot(nn.Sequential):
     def of(cls, net: Net, most_cells: int = MOST_CELLS) -> "Snapshot":
         """Returns a snapshot of the net; see `net.snapshot()`."""
         snapshot = cls(*build(net, most_cells, trainable=False))
-        snapshot.version = net.execution.graph.version
+        snapshot.version = net.execution._graph.version
         return snapshot.eval()
 
     def is_stale(self, net: Net) -> bool:
@@ -59,7 +59,7 @@ class Snapshot(nn.Sequential):
         Args:
             net: the net to compare with.
         """
-        graph = net.execution.graph
+        graph = net.execution._graph
         if self.version != graph.version or net.execution.policies():
             return True
         return not self._holds(graph)

@@ -164,11 +164,11 @@ def test_plans_follow_autocast_and_survive_a_commit() -> None:
     assert net.execution.describe()[0]["runs"] == "sparse"
     assert (plain.dtype, half.dtype) == (torch.float32, torch.bfloat16)
     torch.testing.assert_close(half.float(), plain, rtol=0.02, atol=0.02)
-    used = set(net.execution.plans.lines)
+    used = set(net.execution._plans.lines)
     assert {key[2] for key in used} == {"float32", "bfloat16"}
     with net.edit(reason="cut one") as edit:
         edit.cut(net.layers[0][0], slots=[0])
-    assert set(net.execution.plans.lines) == used
+    assert set(net.execution._plans.lines) == used
     reference = copy.deepcopy(net)
     reference.execution.use("reference")
     torch.testing.assert_close(net(x), reference(x))
@@ -182,7 +182,7 @@ def test_a_full_net_has_one_line_whatever_the_precision() -> None:
         with torch.autocast("cpu"):
             net(x)
         net(torch.randn(300, 8))
-    assert len(net.execution.plans.lines) == 1
+    assert len(net.execution._plans.lines) == 1
 
 
 @pytest.mark.sparse
@@ -292,9 +292,9 @@ def test_a_net_runs_what_was_tuned_at_the_next_call(monkeypatch: pytest.MonkeyPa
     net = gn.GrapNet([64, 48], density=0.3)
     x = torch.randn(16, 64)
     expected = net(x)
-    assert net.execution.plans.lines
+    assert net.execution._plans.lines
     net.execution.tune(x)
-    assert not net.execution.plans.lines
+    assert not net.execution._plans.lines
     torch.testing.assert_close(net(x), expected)
 
 

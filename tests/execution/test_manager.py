@@ -253,7 +253,7 @@ def test_a_copy_keeps_the_choices_and_has_plans_of_its_own(
     expected = net(x)
     twin = COPIES[way](net, tmp_path)
     assert twin.execution.choices() == ["family", "auto", "dense"]
-    assert twin.execution.graph is twin
+    assert twin.execution.families(1)[0].members.graph is twin
     assert torch.equal(twin(x), expected)
     edited(twin, EDITS["rewire"])
     require_reference(twin, x)
