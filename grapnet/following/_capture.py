@@ -80,8 +80,7 @@ def capture(
         >>> import torch
         >>> import grapnet as gn
         >>> net = gn.GrapNet([4, 8, 2])
-        >>> optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        >>> gn.attach(optimizer, net)
+        >>> optimizer = gn.attach(torch.optim.AdamW(net.parameters(), lr=0.01), net)
         >>> def loss_of(x, y):
         ...     return torch.nn.functional.cross_entropy(net(x), y)
         >>> def clip():

@@ -4,7 +4,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from ._state import (
 
 Survivors = Literal["keep", "renew"]
 Newborn = Literal["zero", "mean"]
+What = TypeVar("What", bound=Optimizer | nn.Module)
 # Fewer coordinates than these are like the weights by chance.
 _ENOUGH = 4
 # Parameter name -> state entry -> the values of the coordinates that left, and behind them those of
@@ -56,14 +57,15 @@ Slots = dict[str, dict[str, Tensor]]
 
 
 def attach(
-    what: Optimizer | nn.Module,
+    what: What,
     net: nn.Module,
     *,
     survivors: Survivors = "keep",
     newborn: Newborn = "zero",
     copies: Iterable[str] | None = None,
-) -> None:
-    """Makes an optimizer, or an averaged copy, follow the commits of a net, as long as both exist.
+) -> What:
+    """Makes an optimizer, or an averaged copy, follow the commits of a net, as long as both exist,
+    and returns it.
 
     A coordinate restored by undo gets its old state, with `survivors="keep"`. Any other new
     coordinate, grown or unfrozen, starts according to `newborn`. With Adam at the t-th step of its
@@ -108,10 +110,8 @@ def attach(
         >>> import torch
         >>> import grapnet as gn
         >>> net = gn.GrapNet([4, 3, 2])
-        >>> optimizer = torch.optim.Adam(net.parameters())
-        >>> averaged = torch.optim.swa_utils.AveragedModel(net)
-        >>> gn.attach(optimizer, net, newborn="mean")
-        >>> gn.attach(averaged, net)
+        >>> optimizer = gn.attach(torch.optim.Adam(net.parameters()), net, newborn="mean")
+        >>> averaged = gn.attach(torch.optim.swa_utils.AveragedModel(net), net)
         >>> with net.edit(reason="drop the weakest") as edit:
         ...     edit.cut(net.layers[0].outgoing().smallest(count=5))
         >>> averaged.module.count().relations
@@ -134,6 +134,7 @@ def attach(
             "survivors=, newborn= and copies= are about the state of optimizers; a copy of the net"
             " has none"
         )
+    return what
 
 
 def detach(what: Optimizer | nn.Module, net: nn.Module) -> None:

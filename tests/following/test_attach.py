@@ -82,6 +82,14 @@ REFUSED: dict[str, tuple[Callable[[gn.GrapNet], Optimizer], str]] = {
 }
 
 
+def test_what_is_attached_is_returned() -> None:
+    net = gn.GrapNet([3, 2])
+    optimizer = torch.optim.Adam(net.parameters())
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    assert gn.attach(optimizer, net) is optimizer
+    assert gn.attach(averaged, net) is averaged
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_optimizers_that_cannot_follow_are_refused_with_the_reason(kind: str) -> None:
     net = make_net()
