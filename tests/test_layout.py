@@ -4,6 +4,7 @@ Nothing optional comes with `import grapnet`, and private parts of torch come th
 """
 
 import ast
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,7 +14,9 @@ import pytest
 
 import grapnet
 
-PACKAGE = Path(__file__).parent.parent / "grapnet"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "grapnet"
+CODE = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 BELOW = {"_torch", "_atomic"}
 MAY_IMPORT = {
     "_torch": set(),
@@ -181,7 +184,12 @@ def test_transitions_are_asked_for_their_ends() -> None:
     assert computed_numbers("change.layers.get(t + 1)") == ["change.layers.get(t + 1)"]
     assert computed_numbers("f'layers.{t + 1}.bias'") == ["f'layers.{t + 1}.bias'"]
     assert computed_numbers("net.layers[transition.target]; net.layers[1 : n + 1]") == []
-    found = {name: computed_numbers(path.read_text()) for name, path in modules()}
+    sources = {name: path.read_text() for name, path in modules()}
+    sources |= {str(path): path.read_text() for path in (ROOT / "tools").rglob("*.py")}
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for number, block in enumerate(CODE.findall(page.read_text())):
+            sources[f"{page}, block {number}"] = block
+    found = {name: computed_numbers(source) for name, source in sources.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 

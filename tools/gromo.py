@@ -107,7 +107,7 @@ def grown_by_gromo(case: Case, least_singular_value: float) -> tuple[Tensor, flo
         dtype=torch.float64,
         compute_delta=False,
     )
-    incoming = model.layers[case.layer - 1].extended_output_layer
+    incoming = grown.previous_module.extended_output_layer
     above = torch.cat([incoming.weight, incoming.bias[:, None]], 1).detach()
     product = grown.extended_input_layer.weight.detach() @ above
     return product, grown.new_neurons_fo_improvement.item()

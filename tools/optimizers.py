@@ -334,11 +334,11 @@ def by_key(keys: list[Key], values: Tensor) -> dict[Key, Tensor]:
 def keys_of(net: gn.GrapNet) -> dict[str, list[Key]]:
     """Returns who each coordinate is, Parameter by Parameter, by uids alone."""
     found: dict[str, list[Key]] = {}
-    for t in range(len(net.layers) - 1):
-        relations = net.layers[t].outgoing()
+    for t, (source, target) in enumerate(net.ends):
+        relations = net.layers[source].outgoing(to=net.layers[target])
         pairs = zip(relations.parents.tolist(), relations.children.tolist(), strict=True)
         found[f"transitions.{t}.weight"] = list(pairs)
-        found[f"layers.{t + 1}.bias"] = [(uid,) for uid in net.layers[t + 1].uids.tolist()]
+        found[f"layers.{target}.bias"] = [(uid,) for uid in net.layers[target].uids.tolist()]
     return found
 
 

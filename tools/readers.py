@@ -216,10 +216,10 @@ def cut(rng: random.Random, net: gn.GrapNet, edit: gn.Edit) -> None:
 
 def grow(rng: random.Random, net: gn.GrapNet, edit: gn.Edit) -> None:
     """Connects a node with some of the nodes that are not its children."""
-    number = rng.randrange(len(net.transitions))
-    parent = net.layers[number][rng.randrange(len(net.layers[number]))]
+    source, target = rng.choice(net.ends)
+    parent = net.layers[source][rng.randrange(len(net.layers[source]))]
     present = {child.uid for child in parent.children}
-    absent = [uid for uid in net.layers[number + 1].uids.tolist() if uid not in present]
+    absent = [uid for uid in net.layers[target].uids.tolist() if uid not in present]
     if absent:
         edit.connect(parent, rng.sample(absent, min(len(absent), 3)))
 
@@ -239,9 +239,11 @@ def add_nodes(rng: random.Random, net: gn.GrapNet, edit: gn.Edit) -> None:
     number = rng.randrange(1, len(net.layers))
     if len(net.layers[number]) < 2 * len(net.layers[0]):
         added = edit.add_nodes(number, rng.randint(1, 2), activation=rng.choice(ACTIVATIONS))
-        edit.connect(net.layers[number - 1], added)
-        if number + 1 < len(net.layers):
-            edit.connect(added, net.layers[number + 1])
+        for source, target in net.ends:
+            if target == number:
+                edit.connect(net.layers[source], added)
+            elif source == number:
+                edit.connect(added, net.layers[target])
 
 
 def remove_nodes(rng: random.Random, net: gn.GrapNet, edit: gn.Edit) -> None:

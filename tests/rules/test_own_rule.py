@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import grapnet as gn
 from grapnet.rules import RuleManager
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/rules.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
+PYTHON = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+BLOCKS = PYTHON.findall(GUIDE.read_text())
+OWN_RULE = PYTHON.findall(GUIDE.with_name("write-a-rule.md").read_text())
 
 
 def executed(blocks: list[str]) -> dict[str, Any]:
@@ -58,3 +61,23 @@ def test_a_rule_of_ones_own_is_ten_lines_on_public_names() -> None:
     assert [max(len(node.children) for node in layer) for layer in net.layers[:3]] == [5, 5, 2]
     assert net.layers[0][0].outgoing().weights.tolist() == strongest
     assert manager.apply(net, 1) is None
+
+
+def test_rules_of_the_guides_know_the_ends_of_transitions_that_skip_layers() -> None:
+    net = gn.GrapNet([6, 5, 4, 3], skips=[(0, 2), (0, 3)])
+    manager = RuleManager()
+    manager.add(executed(BLOCKS[:1])["LimitChildren"](most=4))
+    manager.apply(net, 0)
+    assert max(len(node.children) for layer in net.layers for node in layer) == 4
+
+    names = executed(OWN_RULE[:2])
+    for transition, (source, target) in enumerate(net.ends):
+        if len(net.layers[source]) * len(net.layers[target]) == net.transitions[transition].size:
+            continue
+        manager = RuleManager()
+        manager.add(names["RewireUndecided"](transition))
+        manager.start(net)
+        with torch.no_grad():
+            net.transitions[transition].weight.neg_()
+        commit = manager.apply(net, 0)
+        assert list(commit.relations) == [transition]
