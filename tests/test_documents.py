@@ -490,8 +490,9 @@ def test_a_number_that_was_not_measured_is_noticed():
     assert unsupported(page.replace("0.25", "0.24"), page, "") == ["| ours | 80.91 ± 0.24 |"]
 
 
-def test_the_readme_has_at_most_900_words() -> None:
+def test_the_first_pages_stay_short() -> None:
     assert 100 < len((ROOT / "README.md").read_text().split()) <= 900
+    assert 20 < len((ROOT / "docs/follow.md").read_text().splitlines()) <= 70
 
 
 NET = gn.GrapNet([3, 2])
