@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ._network import GrapNet
+from ._torch import forward_hooks
 from .core._errors import GrapNetError, PlanError
 from .execution._modules import MOST_CELLS
 from .execution._snapshot import Snapshot
+from .following._watch import has_foreign
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -85,20 +87,14 @@ def _stand_in(name: str, net: GrapNet, most_cells: int) -> nn.Module:
             f"{name}: {type(net).__name__} has its own forward, which plain modules would lose;"
             " put it in a module that holds the net"
         )
-    hooked = [part for part, module in net.named_modules(prefix=name) if _is_hooked(module)]
-    if hooked:
-        raise PlanError(
-            f"{hooked[0]} has forward hooks, which plain modules would lose; remove them while the"
-            " snapshot is taken, or register them on a module that holds the net"
-        )
+    for part, module in net.named_modules(prefix=name):
+        if has_foreign(forward_hooks(module)):
+            raise PlanError(
+                f"{part} has forward hooks, which plain modules would lose; remove them while the"
+                " snapshot is taken, or register them on a module that holds the net"
+            )
     try:
         taken = net.snapshot(most_cells=most_cells)
     except GrapNetError as error:
         raise type(error)(f"{name}: {error}") from None
     return taken[0] if len(taken) == 1 else taken
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    """Returns whether a module has hooks other than recorders."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("grapnet.") for hook in hooks)

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from operator import attrgetter
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch._C import (  # pyright: ignore[reportAttributeAccessIssue]
     _current_autograd_node,
     _current_graph_task_id,
@@ -64,6 +66,109 @@ global_optimizer_hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_ho
 fake_tensor_logger = "torch._subclasses.fake_tensor"
 # Leaves the dispatch modes of a trace for as long as the block runs.
 disable_current_modes = _disable_current_modes
+# The name under which torch.compile(module) holds the module.
+COMPILED = "_orig_mod"
+# The classes that several kinds of modules share.
+Convolution = nn.modules.conv._ConvNd
+Norm = nn.modules.batchnorm._NormBase
+BatchNorm = nn.modules.batchnorm._BatchNorm
+InstanceNorm = nn.modules.instancenorm._InstanceNorm
+# The hooks of a tensor's gradient, and those that run when a gradient was accumulated; or None.
+gradient_hooks = attrgetter("_backward_hooks")
+accumulation_hooks = attrgetter("_post_accumulate_grad_hooks")
+
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_MODULE_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+# The attribute in which DDP looks for the names of parameters and buffers to leave alone.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def forward_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Returns the dicts of the hooks that a forward pass of a module calls."""
+    attributes = vars(module)
+    return [attributes[name] for name in _FORWARD_HOOKS]
+
+
+def pass_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Returns the dicts of the hooks that a forward or backward pass of a module calls."""
+    return [*forward_hooks(module), module._backward_pre_hooks, module._backward_hooks]
+
+
+def module_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """Returns the dicts of all hooks of a module."""
+    attributes = vars(module)
+    return [attributes[name] for name in _MODULE_HOOKS]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Any]]:
+    """Returns the dicts of the hooks that a step of an optimizer calls."""
+    attributes = vars(optimizer)
+    return [attributes["_optimizer_step_pre_hooks"], attributes["_optimizer_step_post_hooks"]]
+
+
+def remove_forward_hook(module: nn.Module, hook: Any) -> None:
+    """Removes a hook from the forward pass of a module without the handle of its registration,
+    which a copy of the module does not have.
+    """
+    for hooks, with_kwargs in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key in [key for key, registered in hooks.items() if registered is hook]:
+            del hooks[key]
+            with_kwargs.pop(key, None)
+
+
+def uncompiled(model: Any) -> Any:
+    """Returns the module that torch.compile(module) holds; anything else as it is."""
+    return getattr(model, COMPILED, model)
+
+
+def count_of_writes(tensor: torch.Tensor) -> int:
+    """Returns how often torch has noted a write into the memory of a tensor."""
+    return tensor._version
+
+
+def call_parameter(tensor: Any) -> None:
+    """Makes `isinstance(tensor, nn.Parameter)` true of a tensor of another class."""
+    tensor._is_param = True
+
+
+def reversed_padding(convolution: Any) -> list[int]:
+    """Returns the padding of a convolution as `functional.pad` takes it: before and after, from
+    the last dimension of the image to the first.
+    """
+    return convolution._reversed_padding_repeated_twice
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Returns whether a Parameter is a part of what the processes hold (FSDP or DTensor).
+
+    Names decide, so that torch.distributed is not imported.
+    """
+    kinds = {kind.__name__ for kind in type(parameter).__mro__}
+    return "DTensor" in kinds or hasattr(parameter, "_fsdp_flattened")
+
+
+def is_stepped_in_backward(parameter: nn.Parameter) -> bool:
+    """Returns whether torch.distributed.optim has an optimizer step a Parameter in backward."""
+    return bool(getattr(parameter, "_in_backward_optimizers", None))
+
+
+@contextmanager
+def ignored_by_ddp(module: nn.Module, names: list[str]) -> Iterator[None]:
+    """Makes the DDP that is built inside the block leave parameters and buffers alone, and those
+    that the user named.
+    """
+    given = vars(module).get(_IGNORED)
+    setattr(module, _IGNORED, [*names, *(given or ())])
+    try:
+        yield
+    finally:
+        if given is None:
+            delattr(module, _IGNORED)
+        else:
+            setattr(module, _IGNORED, given)
 
 
 def copy_each(targets: list[torch.Tensor], sources: tuple[torch.Tensor, ...]) -> None:

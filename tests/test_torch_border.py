@@ -3,15 +3,18 @@
 A test that fails here after an update of torch names what has changed its meaning.
 """
 
+import copy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._functorch import config as functorch_config
 from torch.autograd import Function
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -366,3 +369,151 @@ def test_one_graph_shows_why_a_function_is_not_traced() -> None:
     torch._dynamo.reset()
     with pytest.raises(Unsupported, match="it is hidden"):
         function(torch.zeros(2))
+
+
+PASS_HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
+STATE_HOOKS = (
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+)
+
+
+@pytest.mark.parametrize("register", PASS_HOOKS + STATE_HOOKS)
+def test_hooks_of_a_module_are_in_dicts_that_are_empty_without_them(register: str) -> None:
+    module = nn.Linear(1, 1)
+    found = {
+        "forward": _torch.forward_hooks(module),
+        "pass": _torch.pass_hooks(module),
+        "all": _torch.module_hooks(module),
+    }
+    assert not any(any(hooks) for hooks in found.values())
+    handle = getattr(module, register)(lambda *given: None)
+    assert any(found["all"])
+    assert any(found["pass"]) == (register in PASS_HOOKS)
+    assert any(found["forward"]) == (register in PASS_HOOKS[:2])
+    handle.remove()
+    assert not any(found["all"])
+
+
+def test_hooks_of_the_steps_of_an_optimizer_are_in_dicts() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    hooks = _torch.step_hooks(optimizer)
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        assert not any(hooks)
+        handle = register(print)
+        assert any(hooks)
+        handle.remove()
+
+
+def test_hooks_of_a_tensor_show() -> None:
+    tensor = torch.ones(1, requires_grad=True)
+    registered = {
+        _torch.gradient_hooks: tensor.register_hook,
+        _torch.accumulation_hooks: tensor.register_post_accumulate_grad_hook,
+    }
+    for hooks, register in registered.items():
+        assert not hooks(tensor)
+        handle = register(print)
+        assert list(hooks(tensor).values()) == [print]
+        handle.remove()
+        assert not hooks(tensor)
+
+
+def test_a_copied_forward_hook_is_removed_without_its_handle() -> None:
+    calls: list[str] = []
+
+    def before(*given: object) -> None:
+        calls.append("before")
+
+    def after(*given: object) -> None:
+        calls.append("after")
+
+    module = nn.Linear(1, 1)
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+    double = copy.deepcopy(module)
+    double(torch.ones(1))
+    assert calls == ["before", "after"]
+    for hook in (before, after):
+        _torch.remove_forward_hook(double, hook)
+    double(torch.ones(1))
+    assert calls == ["before", "after"]
+    module(torch.ones(1))
+    assert calls == ["before", "after"] * 2
+
+
+def test_a_compiled_module_holds_the_module() -> None:
+    module = nn.Linear(1, 1)
+    compiled: Any = torch.compile(module, backend="eager")
+    assert _torch.uncompiled(compiled) is _torch.uncompiled(module) is module
+    assert dict(compiled.named_children()) == {_torch.COMPILED: module}
+
+
+def test_writes_into_tensors_are_counted() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    before = _torch.count_of_writes(parameter)
+    _ = parameter + 1
+    assert _torch.count_of_writes(parameter) == before
+    with torch.no_grad():
+        parameter.add_(1)
+    assert _torch.count_of_writes(parameter) > before
+
+
+def test_a_tensor_of_another_class_becomes_a_parameter() -> None:
+    class Other(Tensor):
+        pass
+
+    tensor = torch.ones(2).as_subclass(Other)
+    assert not isinstance(tensor, nn.Parameter)
+    _torch.call_parameter(tensor)
+    assert isinstance(tensor, nn.Parameter)
+
+
+@pytest.mark.parametrize("padding", [(1, 2), "same"])
+def test_the_padding_of_a_convolution_is_what_pad_takes(padding: tuple[int, int] | str) -> None:
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(2, 3, (5, 3), padding=padding)
+    x = torch.randn(1, 2, 6, 5)
+    padded = nn.functional.pad(x, _torch.reversed_padding(convolution))
+    y = nn.functional.conv2d(padded, convolution.weight, convolution.bias)
+    assert torch.allclose(y, convolution(x), atol=1e-6)
+
+
+def test_classes_of_modules_are_those_of_their_kinds() -> None:
+    kinds = {
+        _torch.Convolution: (nn.Conv1d, nn.ConvTranspose3d),
+        _torch.BatchNorm: (nn.BatchNorm1d, nn.SyncBatchNorm),
+        _torch.InstanceNorm: (nn.InstanceNorm1d, nn.InstanceNorm3d),
+        _torch.Norm: (nn.BatchNorm2d, nn.InstanceNorm2d),
+    }
+    for base, derived in kinds.items():
+        assert all(issubclass(kind, base) for kind in derived)
+        assert not issubclass(nn.Linear, base)
+
+
+def test_an_ordinary_parameter_is_whole_and_steps_after_the_backward() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not _torch.is_sharded(parameter)
+    assert not _torch.is_stepped_in_backward(parameter)
+
+
+def test_ddp_ignores_what_is_named_in_the_block(tmp_path) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("steps", torch.zeros(1))
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1
+    )
+    try:
+        with _torch.ignored_by_ddp(module, ["steps"]):
+            wrapped = DistributedDataParallel(module)
+        assert wrapped.parameters_to_ignore == {"steps"}
+        assert DistributedDataParallel(module).parameters_to_ignore == set()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from grapnet.convert._origin import COMPILED
+from grapnet._torch import uncompiled
 from grapnet.core._change import Labels
 from grapnet.core._commit import carry_out, require_editable
 from grapnet.core._coordinates import Decision, Token, layout_of, refuse_old_backwards
@@ -290,7 +290,7 @@ def put_adopted(
     """
     saved = SavedModel.read(document, fields)
     net = find_adopted(into)
-    model = getattr(into, COMPILED, into) if net is None else net.model
+    model = uncompiled(into) if net is None else net.model
     if net is None:
         place = _Place(model, saved, {})
         place.require_sizes()

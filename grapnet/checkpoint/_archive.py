@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grapnet._network import GrapNet
-from grapnet.convert._origin import COMPILED
+from grapnet._torch import uncompiled
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Graph
 from grapnet.spaces import Adopted
@@ -594,7 +594,7 @@ def _pack(
     model: nn.Module, extras: Mapping[str, Any], *, undo: bool, history: Kept
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the document and the tensors of a file; raises as `save` does."""
-    held = getattr(model, COMPILED, None)
+    held = uncompiled(model)
     if isinstance(held, GrapNet):  # torch.compile(net) is saved as the net
         model = held
     nets = find_nets(model) if isinstance(model, nn.Module) else {}

@@ -1,6 +1,5 @@
 """Models with nets inside: the places of the nets, and the state of everything else."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -185,10 +184,10 @@ class Rest:
 
     def load_state_dict(self, state: Any) -> None:
         """Loads a state that `require_fit` has checked."""
-        whole = OrderedDict(state)
-        # torch keeps the versions of the modules beside a state dict
-        metadata = getattr(self._model.state_dict(), "_metadata", None)
-        setattr(whole, "_metadata", metadata)  # noqa: B010 (torch's private name)
+        # It keeps the versions of the modules.
+        whole = self._model.state_dict()
+        whole.clear()
+        whole.update(state)
         self._model.load_state_dict(whole, strict=False)  # the nets are not in it
 
     def rename(self, state: dict[str, Any], ties: dict[str, str]) -> dict[str, str]:

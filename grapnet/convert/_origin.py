@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 
 from grapnet._network import GrapNet
+from grapnet._torch import COMPILED, accumulation_hooks, gradient_hooks, module_hooks
 from grapnet.core._errors import ConversionError
 
 from ._chain import Chain
 
-COMPILED = "_orig_mod"  # the name under which torch.compile(part) holds the part
 # torch's fused Transformer encoder reads the weights of its Linears instead of calling them: what
 # turns it off, and to what
 _SWITCHES: dict[type[nn.Module], tuple[str, object]] = {
@@ -227,17 +227,9 @@ def require_no_hooks(module: nn.Module, where: str) -> None:
     """Raises ConversionError for a module with hooks, which would not be called any more; those of
     pruning and of recorders do not count.
     """
-    registered: list[dict[int, Any] | None] = [
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        module._state_dict_hooks,
-        module._load_state_dict_pre_hooks,
-        module._load_state_dict_post_hooks,
-    ]
+    registered: list[dict[int, Any] | None] = [*module_hooks(module)]
     for parameter in module.parameters(recurse=False):
-        registered += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+        registered += [gradient_hooks(parameter), accumulation_hooks(parameter)]
     for hooks in registered:
         for hook in (hooks or {}).values():
             is_ours = str(getattr(hook, "__module__", "")).startswith("grapnet.")

@@ -26,6 +26,8 @@ from typing import (
 import torch
 from torch import nn
 
+from grapnet._torch import is_sharded, is_stepped_in_backward
+
 from ._change import Change
 from ._coordinates import Decision
 from ._errors import EditError
@@ -557,22 +559,18 @@ _OWN_ATTRIBUTES = {"grapnet_layout"}
 
 
 def unfit_parameters(graph: "Graph") -> str:
-    """Returns why the Parameters of a graph cannot be edited; empty if they can.
-
-    Attributes and class names decide, so torch.distributed is not imported.
-    """
+    """Returns why the Parameters of a graph cannot be edited; empty if they can."""
     for name, store in graph._stores().items():
         parameter = store.parameter
         if type(parameter) is nn.Parameter and vars(parameter).keys() <= _OWN_ATTRIBUTES:
             continue
-        kinds = {kind.__name__ for kind in type(parameter).__mro__}
-        if "DTensor" in kinds or hasattr(parameter, "_fsdp_flattened"):
+        if is_sharded(parameter):
             return (
                 f"{name} is sharded over processes (FSDP or DTensor), and an edit needs all of its"
                 " coordinates in every process. Replicate the net (DistributedDataParallel, or"
                 " FSDP's ignored_params) and shard the rest of the model"
             )
-        if getattr(parameter, "_in_backward_optimizers", None):
+        if is_stepped_in_backward(parameter):
             return (
                 f"{name} is trained inside the backward pass (_apply_optimizer_in_backward),"
                 " whose hooks an edit drops. Step in a hook of"

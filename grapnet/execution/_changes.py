@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from grapnet._torch import count_of_writes
+
 # numbers that tell one state of coordinates from another; None if there are none
 State = tuple[int, ...] | None
 
@@ -20,10 +22,10 @@ def state_of(parameter: nn.Parameter, frozen: Tensor | None = None) -> State:
     if getattr(parameter, "grapnet_is_unreported", False) or parameter.is_inference():
         return None
     steps = getattr(parameter, "grapnet_steps", 0)
-    state = (parameter.data_ptr(), parameter._version, steps)
+    state = (parameter.data_ptr(), count_of_writes(parameter), steps)
     if frozen is None:
         return state
-    return *state, frozen.data_ptr(), frozen._version
+    return *state, frozen.data_ptr(), count_of_writes(frozen)
 
 
 def count_steps(parameter: Any) -> None:

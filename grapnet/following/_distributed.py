@@ -12,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from grapnet._torch import ignored_by_ddp
 from grapnet.core._change import Change, GridChange, VectorChange
 from grapnet.core._commit import require_editable
 from grapnet.core._errors import EditError, HistoryError, StaleTopologyError, TopologyError
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
-
-# The attribute in which DDP looks for the names of parameters and buffers to leave alone.
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class Distributed(nn.Module):
@@ -250,7 +248,7 @@ class _Wrapper:
             for name, buffer in module.named_buffers(remove_duplicate=False)
             if id(buffer) in ids
         ]
-        with _ignoring(module, names):
+        with ignored_by_ddp(module, names):
             self.ddp = DistributedDataParallel(module, **options)
         self.ddp.train(module.training)
         self._parameters = [parameter for net in nets for parameter in net.parameters()]
@@ -460,22 +458,6 @@ def _digest(graphs: Sequence[Graph]) -> str:
             shape = list(parameter.shape)
             add(f"{name} {parameter.dtype} {shape} {parameter.requires_grad}")
     return total.hexdigest()
-
-
-@contextlib.contextmanager
-def _ignoring(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Makes the DDP that is built inside the block ignore buffers of nets, and those that the user
-    named.
-    """
-    given = module.__dict__.get(_IGNORED)
-    setattr(module, _IGNORED, [*names, *(given or ())])
-    try:
-        yield
-    finally:
-        if given is None:
-            delattr(module, _IGNORED)
-        else:
-            setattr(module, _IGNORED, given)
 
 
 @torch.enable_grad()

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from grapnet._network import GrapNet
+from grapnet._torch import accumulation_hooks, gradient_hooks, pass_hooks, step_hooks
 from grapnet.core._commit import transactions
 from grapnet.core._errors import CaptureError
 from grapnet.core._graph import Graph
@@ -22,8 +23,6 @@ from ._state import parameters_of
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # Attributes that torch gives to every module, and never replaces.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-# Attributes of a module with hooks that run in a training step.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Watch:
@@ -65,8 +64,7 @@ class Watch:
     def _add_module(self, module: nn.Module) -> None:
         name = type(module).__name__
         attributes = vars(module)
-        for hooks in _HOOKS:
-            self._hooks.append(attributes[hooks])
+        self._hooks += pass_hooks(module)
         if isinstance(module, GrapNet):
             # Its plans are others after each commit, and after `use` and `to`.
             self._add("the execution of a net", vars(module.execution).values())
@@ -84,12 +82,10 @@ class Watch:
                 self._sized.append(held)
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
-        private = vars(optimizer)
-        self._hooks.append(private["_optimizer_step_pre_hooks"])
-        self._hooks.append(private["_optimizer_step_post_hooks"])
+        self._hooks += step_hooks(optimizer)
         name = type(optimizer).__name__
         # Loading a state dict makes another list of groups, and another state.
-        self._add(name, private.values())
+        self._add(name, vars(optimizer).values())
         self._add(name, optimizer.param_groups)
         for group in optimizer.param_groups:
             self._add(name, group.values())
@@ -159,7 +155,7 @@ class Watch:
         """Returns which hooks the step would call; empty if none."""
         if any(self._hooks):
             return "a module or the optimizer has hooks, or a recorder is armed"
-        if any(map(_hooks, self.tensors)) or any(map(_accumulated_hooks, self.tensors)):
+        if any(map(gradient_hooks, self.tensors)) or any(map(accumulation_hooks, self.tensors)):
             return "a Parameter has hooks"
         if any(map(is_watched, self.tensors)):
             return "a recorder is armed"
@@ -182,8 +178,6 @@ class Watch:
 
 
 _kind = attrgetter("requires_grad", "shape")
-_hooks = attrgetter("_backward_hooks")
-_accumulated_hooks = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _are_same(one: Any, other: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grapnet._torch import reversed_padding
 from grapnet.core._errors import EditError
 from grapnet.core._opened import plain_class
 from grapnet.spaces._adopted import Adopted
@@ -109,7 +110,7 @@ def laid_out(module: nn.Module, x: Tensor) -> Tensor:
     mode = convolution.padding_mode
     if mode == "zeros":
         mode = "constant"
-    return functional.pad(x, convolution._reversed_padding_repeated_twice, mode=mode)
+    return functional.pad(x, reversed_padding(convolution), mode=mode)
 
 
 def with_batch(module: nn.Module, tensor: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def spread(module: nn.Module, gradient: Tensor, image: Sequence[int]) -> Tensor:
     stride = list(convolution.stride)
     dilation = list(convolution.dilation)
     # The padding as [before, after] of every dimension of the image; the module has it reversed.
-    flat = convolution._reversed_padding_repeated_twice
+    flat = reversed_padding(convolution)
     pads = [(flat[2 * d], flat[2 * d + 1]) for d in reversed(range(len(kernel)))]
     left_over = []
     for dim, size in enumerate(image):

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from grapnet._torch import untraced
+from grapnet._torch import remove_forward_hook, untraced
 from grapnet.core._change import Change
 from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError, GrapNetError
@@ -363,8 +363,7 @@ class _Hook:
     @untraced
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self._recorder is None:
-            for key in [key for key, hook in module._forward_hooks.items() if hook is self]:
-                del module._forward_hooks[key]
+            remove_forward_hook(module, self)
             return
         recorder = self._recorder()
         # Compiled code calls removed hooks too.

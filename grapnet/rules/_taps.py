@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from grapnet._torch import untraced
+from grapnet._torch import remove_forward_hook, untraced
 from grapnet.core._errors import GrapNetError
 from grapnet.execution._plan import in_transform
 from grapnet.spaces._adopted import Adopted
@@ -196,7 +196,7 @@ class TapHook:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         if self._recorder is None:
-            self._leave(module)
+            remove_forward_hook(module, self)
             return
         recorder = self._recorder()
         # Compiled code calls removed hooks too.
@@ -206,15 +206,6 @@ class TapHook:
         tensor = next(iter(outputs_in(given)), None)
         if tensor is not None:
             recorder._tapped(self._place, tensor)
-
-    def _leave(self, module: nn.Module) -> None:
-        for hooks, with_kwargs in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs),
-        ):
-            for key in [key for key, hook in hooks.items() if hook is self]:
-                del hooks[key]
-                with_kwargs.pop(key, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TapHook, (None, self._place, self._side)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from grapnet._torch import uncompiled
 from grapnet.core._change import AttributeChange, Change, DepthChange, GridChange, LayerChange
 from grapnet.core._commit import require_editable, settle, unsettled
 from grapnet.core._errors import EditError, InvariantError
@@ -842,7 +843,7 @@ def adopt(
         torch.Size([4, 8, 3, 3])
     """
     # torch.compile(model) is adopted as the model.
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     for path, module in model.named_modules():
         if isinstance(module, Graph):
             where = f"at {path!r}" if path else "itself"
@@ -916,7 +917,7 @@ def find_adopted(model: nn.Module) -> Adopted | None:
     """Returns the graph of an adopted model, compiled or not, or a graph itself; None for any
     other model.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     if isinstance(model, Adopted):
         return model
     net = _adopted.get(id(model))

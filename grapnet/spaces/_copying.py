@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from grapnet._torch import forward_hooks, module_hooks
 from grapnet.core._opened import close_copies
 
 # Modules whose hooks are part of a forward pass: they compute weights, or collect hidden states.
 _WORKING_HOOKS = ("torch.nn.utils", "transformers.utils.output_capturing")
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 # Types of values that a model and its copy can share.
 _UNCHANGING = frozenset((bool, float, int, str, type(None)))
 # By these methods a class decides how its objects are copied.
@@ -74,15 +74,15 @@ def copy_model(
         prefix = ""
         if path:
             prefix = f"{path}."
+        for hooks in module_hooks(module):
+            memo[id(hooks)] = kept_hooks(hooks)
+        for hooks in forward_hooks(module):
+            if len(memo[id(hooks)]) < len(hooks):
+                left_out.append(f"a hook of {path or 'the model'} was left out")
         for key, value in vars(module).items():
-            if _is_unchanging(value):
+            if _is_unchanging(value) or id(value) in memo:
                 continue
-            if key in _HOOKS:
-                kept = kept_hooks(value)
-                memo[id(value)] = kept
-                if key in ("_forward_hooks", "_forward_pre_hooks") and len(kept) < len(value):
-                    left_out.append(f"a hook of {path or 'the model'} was left out")
-            elif key not in ("_parameters", "_buffers", "_modules"):
+            if key not in ("_parameters", "_buffers", "_modules"):
                 for tensor in _held(value):
                     others.append((f"{prefix}{key}", tensor))
     for name, tensor in others:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from grapnet._torch import Fakes
+from grapnet._torch import Fakes, call_parameter
 from grapnet.core._opened import opened_in
 
 from . import _operators as _operators  # registers the rules
@@ -279,8 +279,7 @@ def _imitation(fakes: Fakes, tensor: Tensor, shape: Sequence[int] | None = None)
     if tensor.requires_grad:
         fake.requires_grad_()
     if isinstance(tensor, nn.Parameter):
-        # What makes isinstance(..., nn.Parameter) true of a tensor of another class.
-        fake._is_param = True
+        call_parameter(fake)
     return fake
 
 

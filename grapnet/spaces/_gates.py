@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from grapnet._torch import Convolution, Norm
 from grapnet.core._change import AttributeChange
 from grapnet.core._errors import EditError
 
@@ -57,7 +58,7 @@ class Gates:
         for path, module in model.named_modules():
             if isinstance(module, nn.GroupNorm):
                 self._groups[path] = module.num_groups
-            elif isinstance(module, nn.modules.conv._ConvNd):
+            elif isinstance(module, Convolution):
                 self._groups[path] = module.groups
         self.examples = list(examples)
         self._bound: dict[tuple[str, str], Expression] = {}
@@ -526,7 +527,7 @@ def _description(
     sizes = None
     if weight is not None:
         sizes = [size_of(axis, after) for axis in weight]
-    if isinstance(module, nn.modules.conv._ConvNd) and weight is not None and sizes is not None:
+    if isinstance(module, Convolution) and weight is not None and sizes is not None:
         if groups > 1:
             groups = _groups_after(weight[0], groups, first, after)
         if module.transposed:
@@ -536,7 +537,7 @@ def _description(
         return {"out_features": sizes[0], "in_features": sizes[1]}
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and sizes is not None:
         return {"num_embeddings": sizes[0], "embedding_dim": sizes[1]}
-    if isinstance(module, nn.modules.batchnorm._NormBase):
+    if isinstance(module, Norm):
         one = weight or held.get("running_mean")
         return {} if one is None else {"num_features": size_of(one[0], after)}
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and sizes is not None:

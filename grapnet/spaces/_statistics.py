@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grapnet._torch import pytree
+from grapnet._torch import BatchNorm, pytree
 from grapnet.core._evaluating import evaluating
 
 from ._discovery import Example
@@ -74,7 +74,7 @@ def refresh_statistics(
 
 
 def _has_statistics(part: nn.Module) -> bool:
-    return isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is not None
+    return isinstance(part, BatchNorm) and part.running_mean is not None
 
 
 def call_of(batch: Any, device: torch.device) -> Example:

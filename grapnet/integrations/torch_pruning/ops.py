@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from grapnet._torch import BatchNorm, Convolution, InstanceNorm
+
 Side = Literal["out", "in"]
 
 # Torch-Pruning's names of the classes of layers.
-TORCH_CONV = nn.modules.conv._ConvNd
-TORCH_BATCHNORM = nn.modules.batchnorm._BatchNorm
+TORCH_CONV = Convolution
+TORCH_BATCHNORM = BatchNorm
 TORCH_PRELU = nn.PReLU
 TORCH_LINEAR = nn.Linear
 TORCH_EMBED = nn.Embedding
@@ -18,7 +20,7 @@ TORCH_LAYERNORM = nn.LayerNorm
 TORCH_MHA = nn.MultiheadAttention
 TORCH_LSTM = nn.LSTM
 TORCH_GROUPNORM = nn.GroupNorm
-TORCH_INSTANCENORM = nn.modules.instancenorm._InstanceNorm
+TORCH_INSTANCENORM = InstanceNorm
 
 
 class OPTYPE(IntEnum):
