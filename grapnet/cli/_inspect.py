@@ -131,11 +131,10 @@ def _layer(net: "gn.GrapNet", number: int) -> dict[str, Any]:
 
 def _transition(net: "gn.GrapNet", t: int) -> dict[str, Any]:
     transition = net.transitions[t]
-    cells = transition.topology.n_parents * transition.n_children
     return {
         "layers": f"{transition.source} → {transition.target}",
         "relations": transition.size,
-        "density": transition.size / max(cells, 1),
+        "density": transition.density,
         "frozen": len(transition.frozen_at),
     }
 

@@ -14,6 +14,9 @@ from ._evaluating import evaluating
 from ._graph import Graph
 from ._layer import Layer, LiveNodes
 
+# Relations that are searched together for repeated children.
+_CHUNK = 1 << 22
+
 
 def check(model: nn.Module, *inputs: Any, **keywords: Any) -> None:
     """Raises InvariantError at the first broken invariant of a net, or of the nets in a model.
@@ -205,15 +208,15 @@ def _check_coordinates(store: Coordinates, size: int, where: str) -> None:
     )
 
 
-def _has_twice(ptr: Tensor, child: Tensor, n_children: int, chunk: int = 1 << 22) -> bool:
+def _has_twice(ptr: Tensor, child: Tensor, n_children: int) -> bool:
     """Returns whether an owner lists a child twice; checks a bounded number of relations at a
     time.
     """
+    # Whole owners, about _CHUNK relations together.
     cuts = [0]
-    while cuts[-1] < len(ptr) - 1:  # whole owners, about `chunk` relations together
-        cuts.append(
-            max(cuts[-1] + 1, int(torch.searchsorted(ptr, ptr[cuts[-1]] + chunk, right=True)) - 1)
-        )
+    while cuts[-1] < len(ptr) - 1:
+        end = torch.searchsorted(ptr, ptr[cuts[-1]] + _CHUNK, right=True)
+        cuts.append(max(cuts[-1] + 1, int(end) - 1))
     for first, last in pairwise(cuts):
         part = child[int(ptr[first]) : int(ptr[last])]
         ends = ptr[first : last + 1]

@@ -105,27 +105,3 @@ class AttentionPlan:
 def _received(children: Tensor, sent: Tensor, like: Tensor) -> Tensor:
     """Returns the sums of what children receive, in the shape of a tensor."""
     return sent.new_zeros(like.shape).scatter_add(1, children, sent)
-
-
-def dense_attention(
-    x: Tensor, values: Tensor, key: Tensor, query: Tensor, topology: Topology, bias: Tensor
-) -> Tensor:
-    """Computes attention over all pairs, with -inf for absent relations: for audits.
-
-    Args:
-        x: the outputs of the parents, [batch, n_parents].
-        values: the weights in the order of the relations.
-        key: one number per parent.
-        query: one number per child.
-        topology: the relations.
-        bias: one number per child.
-    """
-    pairs = topology.parents().long(), topology.child.long()
-    related = torch.zeros(
-        topology.n_parents, topology.n_children, dtype=torch.bool, device=x.device
-    )
-    related[pairs] = True
-    weights = values.new_zeros(related.shape).index_put(pairs, values)
-    scores = x[:, :, None] * key[:, None] * query  # [batch, n_parents, n_children]
-    shares = scores.masked_fill(~related, -torch.inf).softmax(1).masked_fill(~related, 0)
-    return (shares * x[:, :, None] * weights).sum(1) + bias

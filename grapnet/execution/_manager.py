@@ -236,7 +236,7 @@ class Plans:
         """Returns the steps of a forward pass that runs these plans."""
         found = []
         for t, plan in enumerate(plans):
-            if hasattr(plan, "reading"):  # a KeepingPlan
+            if hasattr(plan, "reading"):  # it keeps something of the weights
                 plan = plan.reading(self.modules[t][0], self.view.weights[t])  # pyright: ignore[reportAttributeAccessIssue]
             values_shape = getattr(plan, "values_shape", (-1,))
             if values_shape is not None:
@@ -638,7 +638,7 @@ class Execution:
         others, which write through `parameter.data` or from kernels of your own.
         """
         for plan in list(self._plans.made.values()):
-            if hasattr(plan, "refresh"):  # a KeepingPlan
+            if hasattr(plan, "refresh"):  # it keeps something of the weights
                 plan.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
     def families(self, transition: int) -> list[FamilyReport]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from grapnet._torch import in_forward_mode, is_legacy_batchedtensor, peek_interpreter_stack
-from grapnet.core._coordinates import Vector
 from grapnet.core._index_map import IndexMap
-from grapnet.core._transition import Topology, Transition
+from grapnet.core._transition import Topology
 
 Side = Literal["parents", "children"]
 
@@ -86,21 +85,6 @@ class MovablePlan(Plan, Protocol):
         """Returns the plan after relations changed while both layers kept their rows; None to make
         it again.
         """
-        ...
-
-
-@runtime_checkable
-class KeepingPlan(Plan, Protocol):
-    """A plan that keeps something of the weights between forward passes."""
-
-    kept_bytes: int  # its memory
-
-    def reading(self, store: Transition, vector: Vector) -> Plan:
-        """Returns the plan that a net runs: it reads one version of a store's coordinates."""
-        ...
-
-    def refresh(self) -> None:
-        """Makes what is kept anew at the next forward pass."""
         ...
 
 

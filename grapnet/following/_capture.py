@@ -464,7 +464,6 @@ class _Batch:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args = args
         self._form: Any = None
         self._leaves: list[Any] = []
         tensors: list[Tensor] = []

@@ -271,12 +271,10 @@ class Products:
     stale: str = ""
 
     @classmethod
-    def none(
-        cls, origin: Origin, has_held: bool, writes: int, device: torch.device | None = None
-    ) -> Products:
+    def none(cls, origin: Origin, has_held: bool, writes: int) -> Products:
         """Returns those of no rows."""
         size = origin.width + 1
-        sums = torch.zeros(size, size, dtype=torch.float64, device=device)
+        sums = torch.zeros(size, size, dtype=torch.float64)
         held = torch.zeros_like(sums) if has_held else None
         return cls(origin, sums, held, 0, writes)
 

@@ -114,7 +114,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def model_line(stop: str = "forward") -> str:
+def model_line() -> str:
     """Returns file and line of the innermost frame that is not in torch or in GrapNet.
 
     Where modules of torch are called by GrapNet itself, the innermost line of torch.nn is returned.
@@ -129,7 +129,7 @@ def model_line(stop: str = "forward") -> str:
         if place == "model":
             return f"{os.path.basename(name)}:{frame.f_lineno}"
         if place == "grapnet":
-            if frame.f_code.co_name == stop:
+            if frame.f_code.co_name == "forward":
                 return inside
         elif place == "layers" and inside == "?":
             inside = f"{os.path.basename(name)}:{frame.f_lineno}"

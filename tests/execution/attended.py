@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.execution._attention import dense_attention
+from grapnet.core._transition import Topology
 
 from .figures import differences, inputs, results
 
@@ -23,6 +23,30 @@ def attended(
     net = gn.GrapNet(sizes, density=density, generator=generator, **options)
     net.execution.use("attention", generator=generator)
     return net
+
+
+def dense_attention(
+    x: Tensor, values: Tensor, key: Tensor, query: Tensor, topology: Topology, bias: Tensor
+) -> Tensor:
+    """Computes attention over all pairs, with -inf for absent relations.
+
+    Args:
+        x: the outputs of the parents, [batch, n_parents].
+        values: the weights in the order of the relations.
+        key: one number per parent.
+        query: one number per child.
+        topology: the relations.
+        bias: one number per child.
+    """
+    pairs = topology.parents().long(), topology.child.long()
+    related = torch.zeros(
+        topology.n_parents, topology.n_children, dtype=torch.bool, device=x.device
+    )
+    related[pairs] = True
+    weights = values.new_zeros(related.shape).index_put(pairs, values)
+    scores = x[:, :, None] * key[:, None] * query  # [batch, n_parents, n_children]
+    shares = scores.masked_fill(~related, -torch.inf).softmax(1).masked_fill(~related, 0)
+    return (shares * x[:, :, None] * weights).sum(1) + bias
 
 
 def by_reference(net: gn.GrapNet, x: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import grapnet as gn
-from grapnet.execution._attention import dense_attention
 from tests.checkpoint.files import build, parse
-from tests.execution.attended import difference, step, trained
+from tests.execution.attended import dense_attention, difference, step, trained
 from tests.execution.figures import inputs
 from tests.fingerprint import as_bytes, fingerprint
 

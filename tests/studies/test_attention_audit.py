@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import grapnet as gn
-from grapnet.execution import _attention
 from studies import attention_audit
+from tests.execution.attended import dense_attention
 
 from .conftest import set_at
 
@@ -52,7 +52,7 @@ def test_the_rectangle_of_the_study_is_that_of_the_library():
     keys = net.columns["key_0"].value
     queries = net.columns["query_0"].value
     store = net.transitions[0]
-    expected = _attention.dense_attention(
+    expected = dense_attention(
         x, store.values(), keys, queries, store.topology, net.layers[1].biases
     )
     assert torch.allclose(attention_audit.dense_attention(net, x), expected, rtol=0, atol=1e-14)
