@@ -21,8 +21,8 @@ from grapnet.core._change import (
     NodeRecord,
     Pairs,
     Relabel,
+    RelationCounts,
     TransitionChange,
-    Turned,
 )
 from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
@@ -53,7 +53,7 @@ _RECORDS = (
     GridMap,
     RowMap,
     Pattern,
-    Turned,
+    RelationCounts,
     AttributeChange,
 )
 _POOL = "journal.pool."

@@ -91,9 +91,10 @@ def _commits(commits: "Sequence[gn.Commit]", ways: dict[int, str]) -> list[str]:
     rows: list[list[Cell]] = []
     for commit in commits:
         counts = commit.counts
-        turned = ""
-        if counts["coordinates_turned"]:
-            turned = f"{counts['coordinates_turned']:,} {commit.turned or ''}"
+        frozen = ""
+        if counts["coordinates_frozen_or_unfrozen"]:
+            count = counts["coordinates_frozen_or_unfrozen"]
+            frozen = f"{count:,} {commit.frozen_or_unfrozen or ''}"
         reason = commit.reason or "(no reason given)"
         if commit.joint is not None:
             reason += f" (part {commit.joint.part + 1} of {commit.joint.parts})"
@@ -104,7 +105,7 @@ def _commits(commits: "Sequence[gn.Commit]", ways: dict[int, str]) -> list[str]:
                 _signed(counts["nodes_added"], counts["nodes_removed"]),
                 _signed(counts["relations_added"], counts["relations_removed"]),
                 _signed(counts["blocks_added"], counts["blocks_removed"]),
-                turned,
+                frozen,
                 counts["coordinates_assigned"],
                 ways.get(commit.version, ""),
                 commit.by or "",

@@ -357,15 +357,19 @@ class TransitionChange:
 
 
 @dataclass(frozen=True)
-class Turned:
+class RelationCounts:
     """How many relations a commit adds, removes, freezes or unfreezes in the tensors of a model."""
 
     added: int = 0
     removed: int = 0
-    turned: int = 0
+    frozen_or_unfrozen: int = 0
+
+    def inverse(self) -> "RelationCounts":
+        """Returns the counts of the way back."""
+        return RelationCounts(self.removed, self.added, self.frozen_or_unfrozen)
 
 
-NONE_TURNED = Turned()
+NO_RELATIONS = RelationCounts()
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,7 +391,7 @@ class GridChange:
     gone_values: Tensor | None = None  # [cells that leave]
     before: Pattern | None = None
     after: Pattern | None = None
-    relations: Turned = NONE_TURNED
+    relations: RelationCounts = NO_RELATIONS
     assigned: Assignment | None = None
 
     def inverse(self, index: GridMap | RowMap) -> "GridChange":
@@ -400,7 +404,7 @@ class GridChange:
             born_values=self.gone_values,
             before=self.after,
             after=self.before,
-            relations=Turned(self.relations.removed, self.relations.added, self.relations.turned),
+            relations=self.relations.inverse(),
             assigned=assigned,
         )
 
@@ -671,7 +675,7 @@ class Change:
         """
         layers = self.layers.values()
         transitions = self.transitions.values()
-        turned = [c.biases.flips for c in layers if c.biases] + [
+        flips = [c.biases.flips for c in layers if c.biases] + [
             c.weights.flips for c in transitions
         ]
         inside = [c.relations for c in self.tensors.values()]
@@ -687,7 +691,8 @@ class Change:
             + sum(part.added for part in inside),
             "relations_removed": sum(map(len, self.gone_relations()))
             + sum(part.removed for part in inside),
-            "coordinates_turned": sum(map(len, turned)) + sum(part.turned for part in inside),
+            "coordinates_frozen_or_unfrozen": sum(map(len, flips))
+            + sum(part.frozen_or_unfrozen for part in inside),
             "coordinates_assigned": sum(
                 part.n_assigned for part in (*self._vectors(), *self.tensors.values())
             ),

@@ -631,7 +631,7 @@ class Edit:
         """Freezes relations, or nodes with their bias, incoming and outgoing relations (each
         optional).
         """
-        self._turn("freeze", what, incoming, outgoing, bias)
+        self._set_frozen("freeze", what, incoming, outgoing, bias)
 
     def unfreeze(
         self,
@@ -644,7 +644,7 @@ class Edit:
         """Makes relations, or nodes with their bias and relations, trainable again, with clean
         optimizer state.
         """
-        self._turn("unfreeze", what, incoming, outgoing, bias)
+        self._set_frozen("unfreeze", what, incoming, outgoing, bias)
 
     def assign(self, what: RelationSet | Nodes, values: Any) -> None:
         """Gives relations other weights, or nodes other biases, when the edit commits.
@@ -833,7 +833,7 @@ class Edit:
 
     __exit__ = Exit()
 
-    def _turn(
+    def _set_frozen(
         self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
     ) -> None:
         relations, biases = (

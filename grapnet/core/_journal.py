@@ -136,20 +136,23 @@ class Commit:
         return any(parts) or change.depth is not None
 
     @property
-    def turned(self) -> str | None:
-        """What became of the coordinates that it turned, frozen or unfrozen, where its operations
-        tell; else None.
-        """
+    def frozen_or_unfrozen(self) -> str | None:
+        """ "frozen" or "unfrozen" if its operations only freeze or only unfreeze; else None."""
         asked = {operation.get("operation") for operation in self.operations}
-        ways = {"freeze": "frozen", "unfreeze": "unfrozen"}
-        told = [ways[operation] for operation in ways if operation in asked]
-        return told[0] if len(told) == 1 else None
+        if ("freeze" in asked) == ("unfreeze" in asked):
+            return None
+        if "freeze" in asked:
+            return "frozen"
+        return "unfrozen"
 
     def __repr__(self) -> str:
-        way = {"coordinates_turned": f"coordinates_{self.turned or 'turned'}"}
-        counts = ", ".join(
-            f"{way.get(name, name)} {count}" for name, count in self.counts.items() if count
-        )
+        listed = []
+        for name, count in self.counts.items():
+            if name == "coordinates_frozen_or_unfrozen" and self.frozen_or_unfrozen:
+                name = f"coordinates_{self.frozen_or_unfrozen}"
+            if count:
+                listed.append(f"{name} {count}")
+        counts = ", ".join(listed)
         by = f", by {self.by}" if self.by else ""
         joint = f", part {self.joint.part + 1} of {self.joint.parts}" if self.joint else ""
         return (
@@ -170,7 +173,7 @@ class Outlines:
         "nodes_removed",
         "relations_added",
         "relations_removed",
-        "coordinates_turned",
+        "coordinates_frozen_or_unfrozen",
         "coordinates_assigned",
         "blocks_added",
         "blocks_removed",

@@ -360,7 +360,7 @@ def _kind_of(commit: Commit) -> str:
         return "cut"
     if counts["coordinates_assigned"]:
         return "assign"
-    if not counts["coordinates_turned"]:
+    if not counts["coordinates_frozen_or_unfrozen"]:
         return "rename"
     operations = {operation.get("operation") for operation in commit.operations}
     if "unfreeze" in operations and "freeze" not in operations:

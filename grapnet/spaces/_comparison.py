@@ -139,13 +139,13 @@ def _compared_spaces(mine: Space, other: Space) -> dict[str, Difference]:
             names_removed=_texts(mine.uid[gone.long()]),
         )
     owners = dict(zip(other.uid.tolist(), other.owners, strict=True))
-    turned = []
+    renamed = []
     for uid, owner in zip(mine.uid.tolist(), mine.owners, strict=True):
         if uid in owners and owners[uid] != owner:
-            turned.append(str(uid))
-    if turned:
+            renamed.append(str(uid))
+    if renamed:
         found[f"owners of {other.name}"] = Difference(
-            changed=len(turned), names_changed=tuple(turned)
+            changed=len(renamed), names_changed=tuple(renamed)
         )
     return found
 
@@ -222,9 +222,9 @@ def _compared_kinds(name: str, kinds: Tensor, others: Tensor) -> dict[str, Diffe
     removed = int((is_cut & ~was_cut).sum())
     if added or removed:
         found[f"cells of {name}"] = Difference(added, removed)
-    turned = int((is_shared & ~was_cut & ~is_cut & (kinds != others)).sum())
-    if turned:
-        found[f"frozen in {name}"] = Difference(changed=turned)
+    other_kinds = int((is_shared & ~was_cut & ~is_cut & (kinds != others)).sum())
+    if other_kinds:
+        found[f"frozen in {name}"] = Difference(changed=other_kinds)
     return found
 
 

@@ -349,11 +349,11 @@ class SpaceEdit(Edit):
         children = torch.cat([none, *(lower for _, lower in asked)])
         return parents, children
 
-    def _turn(
+    def _set_frozen(
         self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
     ) -> None:
         if isinstance(what, RelationSet):
-            super()._turn(verb, what, incoming, outgoing, bias)
+            super()._set_frozen(verb, what, incoming, outgoing, bias)
             return
         kinds = {"writer": incoming, "reader": outgoing, "rider": bias}
         found = self._rows(self._existing(what))
@@ -369,7 +369,7 @@ class SpaceEdit(Edit):
                     chosen = table.index_select(dim, at[rows.long()].reshape(-1)).reshape(-1)
                     wish = self._wish(name)
                     getattr(wish, verb).append(chosen)
-                    wish.count(turned=len(rows))
+                    wish.count(frozen_or_unfrozen=len(rows))
 
     def assign(self, what: nn.Parameter | RelationSet, values: Any) -> None:
         """Gives a Parameter of the model, or relations, other numbers when the edit commits.
@@ -474,7 +474,7 @@ class SpaceEdit(Edit):
                 if kind == "cut":
                     wish.count(removed=len(at))
                 else:
-                    wish.count(turned=len(at))
+                    wish.count(frozen_or_unfrozen=len(at))
         return wishes
 
     def _require_alive(self) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet.core._change import NONE_TURNED, Assignment, GridChange, Turned
+from grapnet.core._change import NO_RELATIONS, Assignment, GridChange, RelationCounts
 from grapnet.core._errors import EditError, FrozenError
 from grapnet.core._grid import Grid
 from grapnet.core._grid_map import GridMap, RowMap, cells_at
@@ -49,17 +49,21 @@ class Wish:
     assign: list[CellValues] = field(default_factory=list)
     freeze: list[Tensor] = field(default_factory=list)
     unfreeze: list[Tensor] = field(default_factory=list)
-    relations: Turned = NONE_TURNED
+    relations: RelationCounts = NO_RELATIONS
 
     @property
     def moves_none(self) -> bool:
         """True if it asks for nothing but to assign."""
         return not (self.cut or self.connect or self.freeze or self.unfreeze)
 
-    def count(self, *, added: int = 0, removed: int = 0, turned: int = 0) -> None:
+    def count(self, *, added: int = 0, removed: int = 0, frozen_or_unfrozen: int = 0) -> None:
         """Counts relations for the journal."""
         one = self.relations
-        self.relations = Turned(one.added + added, one.removed + removed, one.turned + turned)
+        self.relations = RelationCounts(
+            one.added + added,
+            one.removed + removed,
+            one.frozen_or_unfrozen + frozen_or_unfrozen,
+        )
 
 
 def rewired(

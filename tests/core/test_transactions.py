@@ -84,7 +84,7 @@ def test_the_receipt_says_what_was_asked_for_and_what_moved(net: gn.GrapNet) -> 
         "nodes_removed": 0,
         "relations_added": 1,
         "relations_removed": 1,
-        "coordinates_turned": 1,
+        "coordinates_frozen_or_unfrozen": 1,
         "coordinates_assigned": 0,
         "blocks_added": 0,
         "blocks_removed": 0,
