@@ -139,9 +139,9 @@ def _row(point: Point, work: Work, fast: bool) -> dict[str, Any]:
     net = family_net(work, point.families) if point.families else work.net()
     runs = "dense"
     with _autocast(point, work.device):
-        (said,) = net.execution.describe(point.batch, training=point.training)
-        runs = said["runs"]
-    row = {**asdict(point), "name": str(point), "runs": runs, "costs": said["costs"]}
+        (described,) = net.execution.describe(point.batch, training=point.training)
+        runs = described["runs"]
+    row = {**asdict(point), "name": str(point), "runs": runs, "costs": described["costs"]}
     if runs == "dense":
         return {**row, "faster": 1.0, "control": 1.0}
     dense = copy.deepcopy(net)

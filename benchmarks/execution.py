@@ -122,13 +122,13 @@ def markdown(result: dict[str, Any]) -> str:
             )
     ratios = [r["faster"] for r in autos]
     others = sum(not r["note"].startswith("the same") for r in autos)
-    said = (
+    summary = (
         f"`auto` against the `dense` backend at {len(autos)} points ({others} of them run by"
         " another backend): "
     )
     return (
         "\n".join(lines)
-        + f"\n\n{said}{min(ratios):.2f} times as fast at worst, {max(ratios):.1f} at best."
+        + f"\n\n{summary}{min(ratios):.2f} times as fast at worst, {max(ratios):.1f} at best."
     )
 
 

@@ -315,7 +315,7 @@ class Draft:
                     if pair in after.relations:
                         raise Refused("the relation exists")
                     after.relations[pair] = Coordinate()
-        self._turn(after)
+        self._set_frozen(after)
         self._shift(after, left)
         self._assign(after, left)
         for node in (node for layer in after.layers for node in layer):
@@ -417,7 +417,7 @@ class Draft:
                     if pair not in self.cut:
                         left[pair[1]] = left.get(pair[1], 0.0) + constant * present[pair].value
 
-    def _turn(self, after: State) -> None:
+    def _set_frozen(self, after: State) -> None:
         before = self.state.coordinates()
         for key, coordinate in after.coordinates().items():
             if key in before and before[key].birth == coordinate.birth:

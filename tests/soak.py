@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 CHUNK = 50  # programs from one seed
-TELL = 500  # programs between two lines of progress
+EVERY = 500  # programs between two lines of progress
 FAILURES = (Exception, pytest.fail.Exception)  # the second is no Exception
 
 
@@ -134,11 +134,11 @@ def soak(
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         seeds = (seed * 1_000_000 + number for number in range(2 * (programs // CHUNK + processes)))
         for outcome in pool.imap_unordered(run, seeds):
-            told = counts["programs"] // TELL
+            shown = counts["programs"] // EVERY
             counts += outcome.counts
             if outcome.failure:
                 failures.append(outcome.failure)
-            if counts["programs"] // TELL > told:
+            if counts["programs"] // EVERY > shown:
                 print(f"{dict(counts)}, {len(failures)} failures", flush=True)
             if counts["programs"] >= programs or time.perf_counter() > start + seconds:
                 break

@@ -114,12 +114,12 @@ def test_an_error_of_the_system_names_the_path_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError) as told, atomic_write("file") as partial:
+    with pytest.raises(FileNotFoundError) as caught, atomic_write("file") as partial:
         assert not partial.exists()  # and nothing is written
-    assert (told.value.filename, names(tmp_path)) == ("file", [])
-    with pytest.raises(FileNotFoundError) as told, atomic_write("file"):
+    assert (caught.value.filename, names(tmp_path)) == ("file", [])
+    with pytest.raises(FileNotFoundError) as caught, atomic_write("file"):
         Path("other").read_text()
-    assert told.value.filename == "other"
+    assert caught.value.filename == "other"
 
 
 def test_only_the_first_of_two_may_take_a_free_name(tmp_path: Path) -> None:

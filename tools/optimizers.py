@@ -320,14 +320,14 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def is_whole(value: Any, parameter: Tensor) -> bool:
-    """Returns whether something is a tensor of one number a coordinate."""
+    """Returns whether something is a tensor of one number per coordinate."""
     if not isinstance(value, Tensor) or value.numel() == 1:
         return False
     return value.shape in (parameter.shape, (parameter.numel(),))
 
 
 def by_key(keys: list[Key], values: Tensor) -> dict[Key, Tensor]:
-    """Returns one row a coordinate."""
+    """Returns one row per coordinate."""
     return dict(zip(keys, values.detach().clone().unbind(), strict=True))
 
 

@@ -81,7 +81,7 @@ class AsLlama(nn.Module):
         self.hf_device_map: dict[str, Any] = {}
 
     def forward(self, tokens: Tensor) -> None:
-        """Computes the stream, without the logits, which nobody reads here."""
+        """Computes the stream, without the logits, which are not read here."""
         transformer = self.gpt.transformer
         x = transformer.wte(tokens) + transformer.wpe(torch.arange(tokens.shape[1]))
         for layer in self.model.layers:

@@ -143,7 +143,7 @@ class Watched:
 
 
 class Reader(threading.Thread):
-    """Runs forward passes until it is told to stop, and judges each as soon as that is possible."""
+    """Runs forward passes until it is stopped, and judges each as soon as that is possible."""
 
     def __init__(self, watched: Sequence[Watched], number: int, judge: Judge) -> None:
         super().__init__(daemon=True)

@@ -38,7 +38,7 @@ from grapnet.spaces._signature import Signature, signature_of
 from grapnet.spaces._space import Verdict
 
 from ._codec import LARGEST, Fields, decode, encode, entry, names, number
-from ._extras import GoBack, Target, go_back_all, restore_all
+from ._extras import Revert, Target, restore_all, revert_all
 from ._journal import Kept, check_pattern, describe_journal, is_number, rebuild_journal
 from ._model import EXTRA, read_state, require_writable, split_ties
 from ._net import require_no_trial
@@ -322,7 +322,7 @@ def put_adopted(
         carry_out(_forget_slots(net), decision)
     except BaseException:
         if not decision.made:
-            go_back_all(undo)
+            revert_all(undo)
         raise
 
 
@@ -419,17 +419,17 @@ class _Place:
             installs.append(partial(_open, self._holders.get(id(tensor), []), opened))
         return installs
 
-    def remembered_opened(self) -> GoBack:
+    def remembered_opened(self) -> Revert:
         """Returns a function that opens what is opened at present, and nothing else."""
         present = []
         for holders in self._holders.values():
             present.append((holders, opened_of(*holders[0])))
 
-        def go_back() -> None:
+        def revert() -> None:
             for holders, opened in present:
                 _open(holders, opened)
 
-        return go_back
+        return revert
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor of the model, as its module computes with it."""
@@ -447,7 +447,7 @@ class _Place:
             installs.append(partial(setattr, self._model.get_submodule(path), name, value))
         return installs
 
-    def remembered_numbers(self) -> GoBack:
+    def remembered_numbers(self) -> Revert:
         """Returns a function that restores the numbers of modules that edits change."""
         keys = {*self._first_numbers, *((one.module, one.name) for one in self._saved.numbers)}
         present = []
@@ -455,11 +455,11 @@ class _Place:
             module = self._model.get_submodule(path)
             present.append((module, name, getattr(module, name)))
 
-        def go_back() -> None:
+        def revert() -> None:
             for module, name, value in present:
                 setattr(module, name, value)
 
-        return go_back
+        return revert
 
     def _misfit(self, signature: Signature, which: str) -> str:
         """Returns what differs from a model of certain sizes; empty if nothing does."""
@@ -553,29 +553,29 @@ def _forget_slots(net: Adopted | None) -> list[Callable[[], None]]:
     return [partial(follower.take_slots, {}) for follower in followers]
 
 
-def _remembered_graph(net: Adopted) -> GoBack:
+def _remembered_graph(net: Adopted) -> Revert:
     """Returns a function that restores the nodes, the version and the journal of a graph."""
     rosters = [(space, space._roster) for space in net.spaces]
     kept = ("_version", "_next_uid", "_structure", "_journal", "_first_numbers")
     attributes = {name: vars(net)[name] for name in kept}
 
-    def go_back() -> None:
+    def revert() -> None:
         for space, roster in rosters:
             space._enrol(roster)
         vars(net).update(attributes)
 
-    return go_back
+    return revert
 
 
-def _remembered_tensors(tensors: Any) -> GoBack:
+def _remembered_tensors(tensors: Any) -> Revert:
     """Returns a function that gives tensors their present content back."""
     present = [(tensor, tensor.data, tensor.grad, layout_of(tensor)) for tensor in tensors]
 
-    def go_back() -> None:
+    def revert() -> None:
         for tensor, content, gradient, layout in present:
             install_content(tensor, content, gradient, layout)
 
-    return go_back
+    return revert
 
 
 def _open(holders: list[tuple[nn.Module, str]], opened: Opened | None) -> None:

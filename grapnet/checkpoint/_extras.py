@@ -31,7 +31,7 @@ from grapnet.spaces import Adopted
 
 from ._codec import Fields, decode, encode, entry
 
-GoBack = Callable[[], None]
+Revert = Callable[[], None]
 # These hold inputs, which no edit changes.
 _INDEPENDENT = ("ReservoirMemory", "BalancedMemory")
 # These keep tensors of other shapes than their Parameters have.
@@ -168,7 +168,7 @@ class Target(NamedTuple):
     modules: Sequence[nn.Module] | None = None
 
 
-def restore_all(targets: Sequence[Target], undo: list[GoBack] | None = None) -> None:
+def restore_all(targets: Sequence[Target], undo: list[Revert] | None = None) -> None:
     """Loads the state of every object; if one fails, all are restored and CheckpointError names it.
 
     Args:
@@ -189,7 +189,7 @@ def restore_all(targets: Sequence[Target], undo: list[GoBack] | None = None) -> 
             if isinstance(target.what, Optimizer):
                 mark_followed(target.what)
     except BaseException as error:
-        go_back_all(undo)
+        revert_all(undo)
         if target is None or not isinstance(error, Exception):
             raise
         if isinstance(error, CheckpointError):  # a manager of rules says itself what does not fit
@@ -199,11 +199,11 @@ def restore_all(targets: Sequence[Target], undo: list[GoBack] | None = None) -> 
         ) from error
 
 
-def go_back_all(undo: Sequence[GoBack]) -> None:
+def revert_all(undo: Sequence[Revert]) -> None:
     """Reverts everything, the last step first."""
-    for go_back in reversed(undo):
-        with contextlib.suppress(Exception):  # all the others go back too
-            go_back()
+    for revert in reversed(undo):
+        with contextlib.suppress(Exception):  # the others are reverted too
+            revert()
 
 
 def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> None:
@@ -224,7 +224,7 @@ def within(prefix: str, named: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def remember_structure(modules: Iterable[nn.Module]) -> GoBack:
+def remember_structure(modules: Iterable[nn.Module]) -> Revert:
     """Returns a function that restores the current attributes and parts of every module."""
     listed = list(modules)
     owned: list[dict[str, Any]] = []
@@ -234,15 +234,15 @@ def remember_structure(modules: Iterable[nn.Module]) -> GoBack:
         owned += [part for part in parts if isinstance(part, dict)]
     before = [dict(part) for part in owned]
 
-    def go_back() -> None:
+    def revert() -> None:
         for part, content in zip(owned, before, strict=True):
             part.clear()
             part.update(content)
 
-    return go_back
+    return revert
 
 
-def remember_modules(modules: Iterable[nn.Module]) -> GoBack:
+def remember_modules(modules: Iterable[nn.Module]) -> Revert:
     """Returns a function that restores structure, values and extra states of modules, one by one.
 
     A `load_state_dict` that has just failed would fail again, and so would one into a tensor that
@@ -261,7 +261,7 @@ def remember_modules(modules: Iterable[nn.Module]) -> GoBack:
             extras.append((module, copy.deepcopy(module.get_extra_state())))
     contents = [(storage, storage.clone()) for storage in memory.values()]
 
-    def go_back() -> None:
+    def revert() -> None:
         structure()
         for storage, content in contents:
             storage.copy_(content)
@@ -270,14 +270,14 @@ def remember_modules(modules: Iterable[nn.Module]) -> GoBack:
             with contextlib.suppress(Exception):
                 module.set_extra_state(extra)
 
-    return go_back
+    return revert
 
 
-def _remembered(target: Any) -> GoBack:
+def _remembered(target: Any) -> Revert:
     """Returns a function that restores the current state."""
     if isinstance(target, Optimizer):  # loading puts other dicts in place and leaves these alone
         present = {"state": target.state, "param_groups": target.param_groups}
-        return partial(_give_back, target, present, dict(record_of(target).layouts))
+        return partial(_restore_record, target, present, dict(record_of(target).layouts))
     if isinstance(target, nn.Module) and not any(
         isinstance(part, Graph) for part in target.modules()
     ):
@@ -285,7 +285,7 @@ def _remembered(target: Any) -> GoBack:
     state = copy.deepcopy(_state(target))
     attributes = dict(getattr(target, "__dict__", {}))
 
-    def go_back() -> None:
+    def revert() -> None:
         held = getattr(target, "__dict__", {})
         try:
             _set_state(target, state)
@@ -294,11 +294,13 @@ def _remembered(target: Any) -> GoBack:
         for name in held.keys() - attributes.keys():  # a scheduler takes over whatever it is given
             delattr(target, name)
 
-    return go_back
+    return revert
 
 
-def _give_back(optimizer: Optimizer, present: dict[str, Any], layouts: dict[int, object]) -> None:
-    """Gives an optimizer its state back, and the notes of which coordinates the state is of."""
+def _restore_record(
+    optimizer: Optimizer, present: dict[str, Any], layouts: dict[int, object]
+) -> None:
+    """Restores the state of an optimizer, and the record of the coordinates that it belongs to."""
     vars(optimizer).update(present)
     record = record_of(optimizer)
     record.layouts = layouts

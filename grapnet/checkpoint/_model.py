@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from grapnet._network import GrapNet
 from grapnet.convert import describe_origin, place
-from grapnet.convert._exchange import Exchange, prepare_farewell
+from grapnet.convert._exchange import Exchange, refuse_stale_losses
 from grapnet.convert._origin import describe_additions, match_names, match_places
 from grapnet.core._commit import carry_out
 from grapnet.core._coordinates import Decision
@@ -19,7 +19,7 @@ from grapnet.core._errors import CheckpointError
 from grapnet.following._state import mark_replaced
 
 from ._codec import Fields, decode, encode, entry, named
-from ._extras import Target, go_back_all, remember_structure, restore_all
+from ._extras import Target, remember_structure, restore_all, revert_all
 from ._journal import Kept
 from ._net import describe_net, rebuild_net, warn_of_unmet_choices
 
@@ -156,7 +156,7 @@ def put_into(
         carry_out(_prepare_to_leave(model, leaving, decision), decision)
     except BaseException:
         if not decision.made:
-            go_back_all(undo)
+            revert_all(undo)
         raise
 
 
@@ -290,7 +290,7 @@ def _prepare_to_leave(
     }
     plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
     exchanges = [Exchange(parameter, name, ()) for name, parameter in plain.items()]
-    installs = prepare_farewell(exchanges, "restore", decision)
+    installs = refuse_stale_losses(exchanges, "restore", decision)
     installs.append(partial(mark_replaced, list(leaving.values()), "restore"))
     return installs
 

@@ -473,7 +473,7 @@ def tell_growing(
         "Grow a class that it has never seen",
         f"One edit freezes all that is there and adds an output for {name}, with 16 nodes in each"
         " hidden layer. The new nodes see the old ones, and only the new output sees them. The same"
-        f" AdamW trains on all ten digits; a {UNSEEN} can only be told by the new output.",
+        f" AdamW trains on all ten digits; a {UNSEEN} can only be recognized by the new output.",
         rows,
         grow,
         checks={

@@ -27,7 +27,7 @@ def summary(net: "Adopted") -> str:
 
 
 def census(net: "Adopted") -> dict[str, Any]:
-    """Returns the facts about a model that its file tells."""
+    """Returns the facts about a model that are in its file."""
     count = net.count()
     tensors = [*net.parameters(), *net.buffers()]
     numbers = {}

@@ -28,7 +28,7 @@ from grapnet.following._state import (
 )
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-# of one value a coordinate: as another Parameter has it, and a float elsewhere
+# of one value per coordinate: as another Parameter has it, and a float elsewhere
 Carry = Callable[[Tensor, float], Tensor]
 
 
@@ -127,16 +127,16 @@ def prepare_exchange(
 
 
 @torch.inference_mode(False)
-def prepare_farewell(
+def refuse_stale_losses(
     exchanges: Sequence[Exchange], verb: str, decision: Decision
 ) -> list[Callable[[], None]]:
-    """Makes a backward raise, once the exchange is decided, whose loss was computed before it: its
-    gradients would reach no optimizer.
+    """Lets a backward pass raise after the exchange if its loss was computed before it.
 
-    The Parameters that leave remain usable in forward passes after the exchange.
+    Its gradients would reach no optimizer. The Parameters that leave remain usable in forward
+    passes after the exchange.
 
     Returns:
-        The assignments that belong to it.
+        The assignments that belong to the exchange.
     """
     installs: list[Callable[[], None]] = []
     message = (
@@ -165,7 +165,7 @@ class _Member(NamedTuple):
 def _exchanged(
     group: dict[str, Any], leaving: dict[int, Exchange], ranks: dict[int, int]
 ) -> list[_Member]:
-    """Returns the members of a group with the arrivals in the leavers' places."""
+    """Returns the members of a group, with arrivals in place of exchanged Parameters."""
     members: list[_Member] = []
     names = group.get("param_names", [""] * len(group["params"]))
     for parameter, name in zip(group["params"], names, strict=True):

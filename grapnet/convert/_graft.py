@@ -15,7 +15,7 @@ from grapnet.following._state import mark_replaced, parameters_of
 
 from ._build import build_net
 from ._chain import Chain, read_chain
-from ._exchange import Exchange, Optimizers, as_optimizers, prepare_exchange, prepare_farewell
+from ._exchange import Exchange, Optimizers, as_optimizers, prepare_exchange, refuse_stale_losses
 from ._matching import Where, is_inside, matches
 from ._origin import find, joined, prepare_graft, require_not_compiled
 
@@ -62,7 +62,7 @@ def from_module(
     decision = Decision()
     installs = [prepare_exchange(one, exchanges, homes, order) for one in optimizers]
     if optimizers:
-        installs += prepare_farewell(exchanges, "from_module", decision)
+        installs += refuse_stale_losses(exchanges, "from_module", decision)
     installs.append(partial(_attach, optimizers, [net]))
     carry_out(installs, decision)
     return net
@@ -146,7 +146,7 @@ def graft_chains(
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
     decision = Decision()
-    installs += prepare_farewell(exchanges, "graft", decision)
+    installs += refuse_stale_losses(exchanges, "graft", decision)
     leaving = [exchange.parameter for exchange in exchanges]
     installs.append(partial(mark_replaced, leaving, "graft"))
     installs.append(partial(_attach, optimizers, list(nets.values())))

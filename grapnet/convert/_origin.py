@@ -1,4 +1,4 @@
-"""Origins: what a net stands in place of, kept without weights so that it can be put back."""
+"""The modules that a net replaced, kept without weights so that ungraft can restore them."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -95,7 +95,7 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
             install = partial(_install, model, present, net, origin)
     if not is_as_grafted:
         linears = []
-    _resemble(net, present, model, linears)
+    _copy_settings(net, present, model, linears)
     return install
 
 
@@ -155,10 +155,10 @@ def find_replaced(replaced: dict[str, Any], path: str, name: str = "") -> Any:
     raise ConversionError(f"{joined(name, path)!r} is in none of the modules that were replaced")
 
 
-def _resemble(
+def _copy_settings(
     net: GrapNet, present: nn.Module, model: nn.Module, linears: Sequence[nn.Module]
 ) -> None:
-    """Gives a net the device, the dtype, the mode and the `requires_grad` of what it replaces."""
+    """Copies the device, the dtype, the mode and `requires_grad` of what a net replaces."""
     parameters = dict(present.named_parameters())
     around = (*parameters.values(), *present.buffers(), *model.parameters(), *model.buffers())
     dtypes = {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}

@@ -1,6 +1,4 @@
-"""gn.ungraft: nets become plain modules again, those that they were grafted onto where there were
-any.
-"""
+"""Turns nets back into the modules they replaced, or into new ones."""
 
 import copy
 from dataclasses import replace
@@ -23,7 +21,7 @@ from grapnet.spaces._adopted import find_adopted
 from ._build import fill_linears
 from ._chain import Chain, Part, commutes, read_chain
 from ._config import sync_config
-from ._exchange import Optimizers, as_optimizers, prepare_exchange, prepare_farewell
+from ._exchange import Optimizers, as_optimizers, prepare_exchange, refuse_stale_losses
 from ._matching import Where, matching_nets
 from ._origin import (
     Origin,
@@ -112,7 +110,7 @@ def ungraft(
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
     decision = Decision()
-    installs += prepare_farewell(exchanges, "ungraft", decision)
+    installs += refuse_stale_losses(exchanges, "ungraft", decision)
     leaving = [exchange.parameter for exchange in exchanges]
     installs.append(partial(mark_replaced, leaving, "ungraft"))
     for net in nets.values():

@@ -1,1 +1,1 @@
-"""The canonical graph: it stores."""
+"""Stores the graph: layers, relations, edits and the journal."""

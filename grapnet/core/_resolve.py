@@ -240,7 +240,7 @@ class LayerDraft:
         self.leaving: list[TransitionDraft] = []
         self.any_gone = False
         for rows in requests.removals.get(number, ()):
-            self.lose(rows.long())
+            self.remove(rows.long())
         asked = (
             requests.namings,
             requests.freeze_biases,
@@ -279,7 +279,7 @@ class LayerDraft:
             return self.uids.shape[0]
         return self.uids.shape[0] - int(self.gone.sum())
 
-    def lose(self, rows: Tensor) -> None:
+    def remove(self, rows: Tensor) -> None:
         """Marks rows, given as numbers or as one bool per row, as removed."""
         self.gone[rows] = True
         self.any_gone = bool(self.gone.any())
@@ -1031,7 +1031,7 @@ def _remove_orphans(
     """
     counts = draft.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu()
     orphans = (counts == 0) & ~draft.gone
-    draft.lose(orphans)
+    draft.remove(orphans)
     rows = flatnonzero(orphans[: draft.n_present])
     if not requests.orphans[draft.number] or len(rows) == 0:
         return None

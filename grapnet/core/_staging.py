@@ -1,4 +1,4 @@
-"""Staging: what a commit has computed waits outside of the memory of the model."""
+"""Keeps computed tensors on the CPU or in a file until they are installed."""
 
 import tempfile
 

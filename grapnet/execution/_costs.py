@@ -141,9 +141,9 @@ class Why(NamedTuple):
         if self.text:
             return self.text
         ascending = sorted(self.ratios.items(), key=lambda item: item[1])
-        said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ascending)
-        if said:
-            return f"times expected at batch {batch}, dense being 1: {said}"
+        listed = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ascending)
+        if listed:
+            return f"times expected at batch {batch}, dense being 1: {listed}"
         return "no other backend was measured that can run it"
 
 
@@ -468,7 +468,7 @@ def _machine(device: str) -> dict[str, str]:
 
 @cache
 def device_name(device: str) -> str:
-    """Returns what the maker of a device calls it."""
+    """Returns the name of a device by its manufacturer."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:

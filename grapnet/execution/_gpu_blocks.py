@@ -34,20 +34,20 @@ def _tile(
     depth = tl.arange(0, DEPTH)
     in_row = (row < batch)[:, None]
     in_column = (column < degree)[None, :]
-    said = x + row[:, None] * (families * size) + family * size + depth[None, :]
+    inputs = x + row[:, None] * (families * size) + family * size + depth[None, :]
     weight = values + family * size * degree + depth[:, None] * degree + column[None, :]
     here = family * degree + column
     biases = tl.load(bias + here, mask=column < degree, other=0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32) + biases[None, :]
     for first in range(0, size, DEPTH):
         if EVEN:
-            total = tl.dot(tl.load(said), tl.load(weight), total)
+            total = tl.dot(tl.load(inputs), tl.load(weight), total)
         else:
             inside = first + depth < size
-            left = tl.load(said, mask=in_row & inside[None, :], other=0)
+            left = tl.load(inputs, mask=in_row & inside[None, :], other=0)
             right = tl.load(weight, mask=inside[:, None] & in_column, other=0)
             total = tl.dot(left, right, total)
-        said += DEPTH
+        inputs += DEPTH
         weight += DEPTH * degree
     target = z + row[:, None] * (families * degree) + here[None, :]
     if EVEN:

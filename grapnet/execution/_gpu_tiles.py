@@ -85,13 +85,13 @@ def _products(
         if DESCRIBED:
             left = x.load([first_sample, other])
         else:
-            said = x + samples[:, None].to(tl.int64) * depth + (other + lane)[None, :]
+            inputs = x + samples[:, None].to(tl.int64) * depth + (other + lane)[None, :]
             if DEEP_BORDER:
-                left = tl.load(said, mask=inside & exists[None, :], other=0)
+                left = tl.load(inputs, mask=inside & exists[None, :], other=0)
             elif ROW_BORDER:
-                left = tl.load(said, mask=inside, other=0)
+                left = tl.load(inputs, mask=inside, other=0)
             else:
-                left = tl.load(said)
+                left = tl.load(inputs)
         if DEEP_BORDER or WIDE_BORDER:
             right = tl.load(weight, mask=exists[:, None] & (column < width)[None, :], other=0)
         else:
@@ -152,23 +152,23 @@ def _weight_gradient(
         degree = tl.multiple_of(degree, 16)
         position = tl.max_contiguous(tl.multiple_of(position, 16), 16)
     samples = tl.arange(0, ROWS)
-    said = x + samples[:, None].to(tl.int64) * depth + upper[None, :]
+    inputs = x + samples[:, None].to(tl.int64) * depth + upper[None, :]
     received = dz + samples[:, None].to(tl.int64) * width + column[None, :]
     total = tl.zeros([SIZE, TILES * SIZE], dtype=tl.float32)
     for start in range(0, batch, ROWS):
         inside = (start + samples < batch)[:, None]
         if DEEP_BORDER:
-            left = tl.load(said, mask=inside & (upper < depth)[None, :], other=0)
+            left = tl.load(inputs, mask=inside & (upper < depth)[None, :], other=0)
         elif ROW_BORDER:
-            left = tl.load(said, mask=inside, other=0)
+            left = tl.load(inputs, mask=inside, other=0)
         else:
-            left = tl.load(said)
+            left = tl.load(inputs)
         if ROW_BORDER:
             right = tl.load(received, mask=inside & there[None, :], other=0)
         else:
             right = tl.load(received, mask=there[None, :], other=0)
         total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
-        said += ROWS * depth
+        inputs += ROWS * depth
         received += ROWS * width
     target = gradient + position[None, :] + lane[:, None] * degree
     kept = (upper < depth)[:, None] & there[None, :]

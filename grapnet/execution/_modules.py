@@ -242,15 +242,18 @@ def activation_name(module: nn.Module) -> str | None:
     if isinstance(module, NamedActivation):
         return module.name
     for kind, (cls, attribute) in _ADJUSTED.items():
-        if type(module) is cls and _says(module) != _says(MODULES[kind]()):
+        if type(module) is cls and _settings(module) != _settings(MODULES[kind]()):
             name = adjusted_name(kind, getattr(module, attribute))
-            if is_activation(name) and _says(module) == _says(_function_module(name)):
+            if is_activation(name) and _settings(module) == _settings(_function_module(name)):
                 return name
             return None
-    return next((name for name, make in MODULES.items() if _says(make()) == _says(module)), None)
+    for name, make in MODULES.items():
+        if _settings(make()) == _settings(module):
+            return name
+    return None
 
 
-def _says(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+def _settings(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
     """Returns the class and settings of an activation, without `inplace`."""
     return type(module), {
         k: v for k, v in vars(module).items() if k[0] != "_" and k not in ("training", "inplace")

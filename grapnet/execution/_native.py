@@ -55,7 +55,7 @@ def warn_missing() -> None:
     warnings.warn(f"a sparse transition runs slowly: {missing}", stacklevel=2)
 
 
-def _obey_torch() -> None:
+def _limit_variant() -> None:
     """Limits the kernels to the vectors that torch may use, `$ATEN_CPU_CAPABILITY`."""
     limit = torch.backends.cpu.get_cpu_capability().lower()
     if limit == "default":
@@ -636,4 +636,4 @@ def _reused_activations(like: Tensor, batch: int, width: int, row_major: bool) -
 
 
 if _native is not None:
-    _obey_torch()
+    _limit_variant()

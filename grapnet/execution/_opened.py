@@ -190,7 +190,7 @@ def _dim_read(plain: type[nn.Module]) -> int | None:
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Returns whether kernels can run at once, with no trace or transform that wants to see plain
+    """Returns whether kernels can run at once, with no trace or transform that needs plain
     operations.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_tracing():

@@ -144,8 +144,8 @@ def run(operator: Any, function: Any, *inputs: Any) -> Any:
 
 
 def is_watched(*tensors: Tensor) -> bool:
-    """Returns whether a trace, a dispatch mode or a subclass of Tensor wants to see the operators
-    that run.
+    """Returns whether a trace, a dispatch mode or a subclass of Tensor intercepts the
+    operators.
     """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return True
@@ -220,7 +220,7 @@ def _as(dtype: torch.dtype, gradient: Tensor | None) -> Tensor | None:
 
 
 def _cells(ptr: Tensor, child: Tensor, n_children: int) -> Tensor:
-    """Returns where each relation is in a rectangle of one row a parent, [n_relations] int32."""
+    """Returns where each relation is in a rectangle of one row per parent, [n_relations] int32."""
     return Topology(ptr, child, n_children).parents() * n_children + child
 
 

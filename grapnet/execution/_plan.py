@@ -120,7 +120,7 @@ def kernel_refusals(
 
 
 def sized(*sizes: int, device: torch.device) -> Tensor:
-    """Returns a tensor without numbers of these sizes and one more, 0.
+    """Returns an empty tensor of shape [*sizes, 0].
 
     A plan that keeps sizes in its shape can run with others in the same compiled code; integers
     would be constants of it.

@@ -2,7 +2,7 @@
 
 The layers are divided into blocks of 16, 32, 64 or 128 nodes. In a tiled transition two blocks are
 connected fully or not at all. The values keep their canonical order: all parents of a block have
-the same children in the same order, so its values form a matrix with one row a parent, in which a
+the same children in the same order, so its values form a matrix with one row per parent, in which a
 tile is a strip of columns. Kernels read and write those strips where they are. Where a layer is no
 multiple of the size, its last block is smaller.
 """

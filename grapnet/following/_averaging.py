@@ -160,10 +160,10 @@ def _untouched(copy: Graph, number: int) -> LayerChange:
     layer = copy.layers[number]
     none = empty_positions()
     index = IndexMap(len(layer), len(layer), none, none)
-    nobody = NodeRecord(
+    no_nodes = NodeRecord(
         layer.uid[:0], layer._owner_names.select(none), layer._activation_names.select(none)
     )
-    return LayerChange(index, nobody, nobody, VectorChange.of_free(index.to(copy.device)))
+    return LayerChange(index, no_nodes, no_nodes, VectorChange.of_free(index.to(copy.device)))
 
 
 def _moves_alike(one: Change, other: Change) -> bool:

@@ -81,7 +81,7 @@ def attach(
     notices a copy that was not attached: attach it before the first edit.
 
     Args:
-        what: an optimizer whose state is one value a coordinate, or one number a Parameter; also
+        what: an optimizer whose state is one value per coordinate or one number per Parameter; also
             one that wraps another optimizer, which then follows too. Or a copy of the net: an
             `AveragedModel`, a module with one such copy inside, or the copy itself. There survivors
             keep their averages, newborn coordinates take the net's values, and restored ones return

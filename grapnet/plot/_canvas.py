@@ -171,8 +171,8 @@ def cut_color(ax: "Axes") -> str:
     return "#e5383b"
 
 
-def dress(ax: "Axes", title: str, x: str = "", y: str = "") -> None:
-    """Sets the title, wrapped to the width of the axes, and the labels in the colour of the ink."""
+def set_labels(ax: "Axes", title: str, x: str = "", y: str = "") -> None:
+    """Sets title and labels; the title is wrapped to the width of the axes."""
     color = ink(ax)
     letters = int(size_of(ax)[0] / LETTER)
     ax.set_title(textwrap.fill(title, max(letters, 16)), color=color, fontsize=10.5)

@@ -75,7 +75,7 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
         kinds += f", {broken:,} not finite"
     title = f"transition {transition}: {rows:,} × {columns:,}, {len(wires.weights):,} relations"
     x = f"children: nodes of layer {target}"
-    canvas.dress(ax, f"{title} ({kinds})", x, f"parents: nodes of layer {source}")
+    canvas.set_labels(ax, f"{title} ({kinds})", x, f"parents: nodes of layer {source}")
     for spine in ax.spines.values():
         spine.set_visible(True)
 
@@ -181,7 +181,7 @@ def degrees(
     step = math.ceil((highest + 1) / MOST_BINS)
     bins = np.arange(-0.5, highest + 0.5 + step, step)
     ax = canvas.axes_for(ax, 7.0, 4.0)
-    canvas.dress(ax, f"number of {of} of every node, by {by}", of, "nodes")
+    canvas.set_labels(ax, f"number of {of} of every node, by {by}", of, "nodes")
     canvas.whole_numbers(ax.xaxis)
     _draw_steps(ax, split, bins, looks)
     return ax
@@ -212,7 +212,7 @@ def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) ->
     if broken:
         note = f" ({broken:,} not finite)"
     ax = canvas.axes_for(ax, 7.0, 4.0)
-    canvas.dress(ax, f"weights of {total:,} relations{note}, by {by}", "weight", "relations")
+    canvas.set_labels(ax, f"weights of {total:,} relations{note}, by {by}", "weight", "relations")
     _draw_steps(ax, finite, bins, looks)
     return ax
 
@@ -317,7 +317,7 @@ def timeline(
     title = canvas.counted(len(commits), "edit")
     if names:
         title += f": {names}"
-    canvas.dress(ax, title, "version", label)
+    canvas.set_labels(ax, title, "version", label)
     _write_versions(ax, commits)
     ax.margins(x=0.04, y=0.1)
     if scores is None:
@@ -432,7 +432,7 @@ def accuracy_matrix(
         raise ValueError(f"the matrix has {count} tasks, got {len(tasks)} names")
     names = [canvas.shortened(name, 18) for name in tasks]
     ax = canvas.axes_for(ax, min(10.0, 2.6 + 0.55 * count), min(9.0, 1.8 + 0.45 * count))
-    canvas.dress(ax, "accuracy in per cent", "task evaluated", "after learning task")
+    canvas.set_labels(ax, "accuracy in per cent", "task evaluated", "after learning task")
     step = math.ceil(count / MOST_NUMBERS)
     style = {"rotation": 40, "ha": "right"}
     ax.set_xticks(range(0, count, step), names[::step], fontsize=TICK_SIZE, **style)

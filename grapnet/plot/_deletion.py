@@ -63,7 +63,7 @@ def deletion(
 
     ax = canvas.axes_for(ax, 9.6, 3.7)
     relations = counted(len(before), "relation")
-    canvas.dress(ax, f"{len(gone):,} of the {relations} of node {node.uid} cut")
+    canvas.set_labels(ax, f"{len(gone):,} of the {relations} of node {node.uid} cut")
     ax.set_axis_off()
     right = MOST + BESIDE
     ax.set_xlim(-0.1, right + MOST + MORE)

@@ -83,7 +83,7 @@ def graph(
     ax = canvas.axes_for(ax, min(24.0, width), min(9.0, max(3.4, height + 0.8)))
     ax.set_xlim(-0.3, last + 0.3)
     ax.set_ylim(-0.02, 1.02)
-    canvas.dress(ax, _title(net))
+    canvas.set_labels(ax, _title(net))
     _write_heads(net, ax)
     scene = Scene(net, ax, groups, looks, marked, cuts)
     if few:

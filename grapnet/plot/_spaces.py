@@ -78,12 +78,12 @@ def spaces(net: Adopted, *, ax: "Axes | None" = None) -> "Axes":
     ax = canvas.axes_for(ax, width, max(2.6, ROW * len(rows) + 0.9))
     ax.set_xlim(-left, 1 + right)
     ax.set_ylim(len(rows) - 0.4, -1.2)
-    canvas.dress(ax, _title(net))
+    canvas.set_labels(ax, _title(net))
     ax.set_xticks([])
     ax.set_yticks([])
     for spine in ax.spines.values():
         spine.set_visible(False)
-    # A vocabulary, which nobody edits, would leave no room for the others: its band is broken.
+    # A vocabulary, which is not edited, would leave no room for the others: its band is broken.
     free = [row for row in rows if row.verdict != "pinned"] or rows
     longest = math.sqrt(max(max(row.nodes, row.first) for row in free))
     _write_heads(ax)

@@ -376,7 +376,7 @@ def _cached_functions(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _without_leaks(caches: Sequence[Any]) -> Iterator[None]:
-    """Clears the caches of functions that were filled, lest the model finds fake tensors there.
+    """Clears the filled caches of functions, so that the model finds no fake tensors there.
 
     They are cleared before the next run too: what the model put there since would make it a run of
     other operations.
@@ -409,7 +409,7 @@ def undisturbed(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _in_another_thread(function: Callable[[], Any]) -> Any:
-    """Returns what a function returns that runs in a thread of its own, or raises what it raises.
+    """Runs a function in a new thread and returns its result, or raises its error.
 
     An interrupt stops only the waiting: one that left the mode of tensors without contents half-way
     would make torch abort the process.

@@ -1,4 +1,4 @@
-"""Gate gradients: how a loss would change if nodes of an adopted model spoke more quietly."""
+"""Gate gradients: how a loss changes when a node's output is scaled."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -76,9 +76,9 @@ def test_remove_refuses_with_lines_that_do_it(folder: Path, run: Run) -> None:
 @pytest.mark.usefixtures("folder")
 def test_json_has_every_space_weight_and_number(run: Run) -> None:
     _, net = restored("whole.safetensors")
-    told = json.loads(run("inspect", "whole.safetensors", "--json").out)
-    assert told["kind"] == "whole model"
-    model = told["model"]
+    found = json.loads(run("inspect", "whole.safetensors", "--json").out)
+    assert found["kind"] == "whole model"
+    model = found["model"]
     sizes = {space["space"]: space["nodes"] for space in model["spaces"]}
     assert sizes == {space.name: len(space) for space in net.spaces}
     (half,) = [row for row in model["opened"] if row["density"] < 1]

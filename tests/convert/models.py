@@ -74,7 +74,7 @@ def train(
     seeds: Iterable[int],
     width: int = 5,
 ) -> None:
-    """Takes one step a seed."""
+    """Takes one step per seed."""
     several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for seed in seeds:
         for optimizer in several:

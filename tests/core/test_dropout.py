@@ -138,8 +138,8 @@ def test_a_recorder_hears_what_the_nodes_say_and_changes_nothing():
     torch.manual_seed(3)
     assert torch.equal(net(x), expected)
     torch.manual_seed(3)
-    said = [module[0](x)]
-    said.append(module[:4][1:](said[0]))
-    for recorder, h in zip(recorders, said, strict=True):
+    outputs = [module[0](x)]
+    outputs.append(module[:4][1:](outputs[0]))
+    for recorder, h in zip(recorders, outputs, strict=True):
         torch.testing.assert_close(recorder.mean, h.mean(0).detach())
         assert 0.1 < float((h == 0).double().mean()) < 0.6

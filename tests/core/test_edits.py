@@ -183,8 +183,8 @@ def test_a_remark_stands_in_the_journal_and_changes_nothing(wide: gn.GrapNet) ->
     with wide.edit("prune") as edit:
         edit.remark("the weakest went", largest=0.25, rule="PruneWeakest")
         edit.cut(wide.layers[0].outgoing().smallest(count=1))
-    said = wide.history[-1].operations[0]
-    assert said == {
+    operation = wide.history[-1].operations[0]
+    assert operation == {
         "operation": "remark",
         "text": "the weakest went",
         "largest": 0.25,

@@ -48,11 +48,11 @@ def test_hooks_on_parameters_survive(net: gn.GrapNet) -> None:
 def test_a_copy_is_independent_and_follows_nobody(
     net: gn.GrapNet, duplicate: Callable[[gn.GrapNet], gn.GrapNet]
 ) -> None:
-    told: list[int] = []
+    versions: list[int] = []
 
     class Follower:
         def prepare(self, graph: gn.GrapNet, commit: gn.Commit) -> Callable[[], None]:
-            return lambda: told.append(commit.version)
+            return lambda: versions.append(commit.version)
 
     follower = Follower()
     net.follow(follower)
@@ -65,7 +65,7 @@ def test_a_copy_is_independent_and_follows_nobody(
         gn.check(twin)
     twin.layers[1].biases = 7.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert (told, net.version, twin.version) == ([2], 2, 5)
+    assert (versions, net.version, twin.version) == ([2], 2, 5)
     assert [c.version for c in twin.history] == [1, 2, 3, 4, 5]
     assert (twin.layers[1][0].layer, net.layers[1].graph is net, twin.layers[1].graph is twin) == (
         1,
@@ -73,8 +73,8 @@ def test_a_copy_is_independent_and_follows_nobody(
         True,
     )
     KINDS["undo"].edit(net)
-    assert told == [2, 3]
+    assert versions == [2, 3]
     del follower
     gc.collect()
     KINDS["cut"].edit(net)
-    assert told == [2, 3]  # followers are held weakly
+    assert versions == [2, 3]  # followers are held weakly

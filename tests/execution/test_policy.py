@@ -90,7 +90,7 @@ def gated(**options: Any) -> tuple[gn.GrapNet, torch.optim.Optimizer]:
 
 
 def expected(net: gn.GrapNet, x: Tensor) -> Tensor:
-    """Computes the gated net with one matrix a transition."""
+    """Computes the gated net with one matrix per transition."""
     for t, transition in enumerate(net.transitions):
         pairs = (transition.topology.parents().long(), transition.child.long())
         matrix = x.new_zeros(net.sizes[t], net.sizes[t + 1]).index_put(pairs, transition.values())

@@ -132,7 +132,7 @@ def batch(seed: int, width: int = 5) -> Tensor:
 
 
 def train(net: gn.GrapNet, optimizer: Optimizer, seeds: Iterable[int]) -> None:
-    """Takes one step a seed."""
+    """Takes one step per seed."""
     for seed in seeds:
         optimizer.zero_grad()
         net(batch(seed, net.sizes[0])).square().sum().backward()
@@ -196,7 +196,7 @@ class ByHand:
         self.optimizer = self.make(list(self.parameters.values()))
 
     def train(self, seeds: Iterable[int]) -> None:
-        """Takes one step a seed."""
+        """Takes one step per seed."""
         for seed in seeds:
             self.optimizer.zero_grad()
             output = functional_call(

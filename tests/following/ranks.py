@@ -307,7 +307,7 @@ class Reluctant:
 
 
 def refused(rank: int) -> dict[str, Any]:
-    """What all ranks are told when one of them is not where it should be."""
+    """The error on all ranks when one of them is not where it should be."""
     found: dict[str, Any] = {}
     net = make()
     model = Distributed(net)

@@ -41,12 +41,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=250)[1] for process in started]
+        written = [process.communicate(timeout=250)[1] for process in started]
     finally:
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], "\n".join(
-        text[-3000:] for text in said
+        text[-3000:] for text in written
     )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

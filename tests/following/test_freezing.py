@@ -48,7 +48,7 @@ def coordinates(net: gn.GrapNet) -> tuple[Tensor, Tensor]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Returns the memory of everything with one value a coordinate."""
+    """Returns the memory of everything with one value per coordinate."""
     values = [
         v
         for state in optimizer.state.values()

@@ -402,10 +402,10 @@ def edited(tmp_path: Path) -> tuple[Classifier, Path]:
 def test_evaluation_takes_the_nets_of_a_checkpoint(edited: tuple[Classifier, Path]) -> None:
     module, path = edited
     fresh = Classifier()
-    said = trainer(RulesCallback()).predict(fresh, data(), ckpt_path=path)
+    predicted = trainer(RulesCallback()).predict(fresh, data(), ckpt_path=path)
     module.eval()
     with torch.no_grad():
-        assert_same(said, [module(x) for x, _ in data()])
+        assert_same(predicted, [module(x) for x, _ in data()])
     for run in ("validate", "test"):
         fresh = Classifier()
         getattr(trainer(RulesCallback()), run)(fresh, data(), ckpt_path=path, verbose=False)

@@ -75,7 +75,7 @@ def test_every_node_and_relation_says_what_its_handle_says(build):
     for uid, data in graph.nodes.items():
         node = net.node(uid)
         bias = None if node.bias is None else node.bias.item()
-        said = {
+        expected = {
             "layer": node.layer,
             "row": node.row,
             "owner": node.owner,
@@ -83,7 +83,7 @@ def test_every_node_and_relation_says_what_its_handle_says(build):
             "bias": bias,
         }
         held = node.layer > 0 and node.row in net.layers[node.layer].frozen_at.tolist()
-        assert data == {**said, "bias_frozen": held, "frozen": node.frozen}
+        assert data == {**expected, "bias_frozen": held, "frozen": node.frozen}
         assert list(graph.successors(uid)) == node.children.uids.tolist()
         weights = [graph.edges[uid, child]["weight"] for child in graph.successors(uid)]
         assert weights == node.W_alloc.view(-1).tolist()

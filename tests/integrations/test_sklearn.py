@@ -225,9 +225,9 @@ def test_the_guide_says_what_became_of_every_parameter_of_the_perceptron():
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", GUIDE.read_text(), flags=re.MULTILINE)
     theirs = MLPClassifier().get_params()
     ours = GrapNetClassifier().get_params()
-    told = {name: answer for names, answer in rows for name in re.findall(r"`(\w+)`", names)}
-    assert told.keys() - {"MLPClassifier"} == theirs.keys()
-    for name, answer in told.items():
+    answers = {name: answer for names, answer in rows for name in re.findall(r"`(\w+)`", names)}
+    assert answers.keys() - {"MLPClassifier"} == theirs.keys()
+    for name, answer in answers.items():
         if answer.startswith("the same"):
             assert ours[name] == theirs[name]
         elif answer.startswith("`"):

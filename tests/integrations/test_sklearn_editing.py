@@ -167,11 +167,11 @@ def test_a_rule_behind_the_last_step_is_told():
     assert len(quick(rules=[(PruneWeakest(0.5), At(last))]).fit(X, Y).net_.history) == 1
     with pytest.warns(
         UserWarning, match=rf"never due: PruneWeakest\. The fit made {last + 1} steps"
-    ) as told:
+    ) as warned:
         late = quick(rules=[(PruneWeakest(0.5), At(last + 1)), (PruneWeakest(0.5), At(last))]).fit(
             X, Y
         )
-    assert len(told) == len(late.net_.history) == 1
+    assert len(warned) == len(late.net_.history) == 1
 
 
 def test_tasks_end_with_a_part_of_the_data():

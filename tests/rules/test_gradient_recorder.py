@@ -87,14 +87,14 @@ def test_all_ways_to_ask_agree(net: gn.GrapNet, size: int, monkeypatch: pytest.M
 
 def test_the_layers_may_lie_apart(net: gn.GrapNet) -> None:
     recorder = armed(GradientRecorder(0, 2), net)
-    said = []
+    outputs = []
     received = []
     net.transitions[1].register_forward_hook(
         lambda _, args, z: received.append(z.register_hook(received.append))
     )
-    net.layers[0].register_forward_hook(lambda _, args, h: said.append(h))
+    net.layers[0].register_forward_hook(lambda _, args, h: outputs.append(h))
     run(net)
-    assert torch.allclose(recorder.matrix(), said[0].t() @ received[-1])
+    assert torch.allclose(recorder.matrix(), outputs[0].t() @ received[-1])
     chosen = recorder.largest_absent(5)
     assert torch.allclose(
         chosen[2], recorder.matrix().abs().view(-1).sort(descending=True).values[:5]

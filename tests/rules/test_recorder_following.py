@@ -14,7 +14,7 @@ import torch
 import grapnet as gn
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.rules import ActivationRecorder, CovarianceRecorder
-from tests.rules.watched import MAKE, armed, batch, close, equal, run, said, seen, small_net
+from tests.rules.watched import MAKE, armed, batch, close, equal, outputs_of, run, seen, small_net
 
 NAMES = ["mean", "variance", "firing_rate"]
 
@@ -47,7 +47,7 @@ def test_statistics_move_with_the_nodes(net: gn.GrapNet) -> None:
     assert torch.equal(pairs.covariance()[:5], covariance[kept][:, [0, 2, 3]])
     assert torch.equal(pairs.correlation()[:5], correlation[kept][:, [0, 2, 3]])
     net(x := batch(net, 50, seed=2))
-    h = said(net, x)
+    h = outputs_of(net, x)
     assert (recorder.count, recorder.counts.tolist()) == (80, [80] * 5 + [50] * 2)
     assert close(recorder.mean[5:], h[1].mean(0)[5:], net)
     assert close(recorder.variance[5:], h[1].var(0)[5:], net)

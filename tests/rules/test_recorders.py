@@ -16,7 +16,7 @@ import grapnet as gn
 from grapnet.core._errors import GrapNetError
 from grapnet.rules import ActivationRecorder, CovarianceRecorder, GradientRecorder, Recorder
 from tests.execution.graphs import POLICIES, SUMS
-from tests.rules.watched import MAKE, armed, batch, close, equal, run, said, seen, small_net
+from tests.rules.watched import MAKE, armed, batch, close, equal, outputs_of, run, seen, small_net
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_streams_what_one_pass_over_all_samples_gives(
     x = batch(net, 61)
     for part in x.split([1, 20, 0, 33, 7]):
         net(part)
-    h = said(net, x)[layer]
+    h = outputs_of(net, x)[layer]
     assert recorder.count == 61
     assert recorder.counts.tolist() == [61] * h.shape[1]
     assert close(recorder.mean, h.mean(0), net)
@@ -52,7 +52,7 @@ def test_covariance_is_that_of_one_pass(
     x = batch(net, 61)
     for part in x.split([13, 1, 0, 40, 7]):
         net(part)
-    upper, lower = (said(net, x)[n] for n in (recorder.upper, recorder.lower))
+    upper, lower = (outputs_of(net, x)[n] for n in (recorder.upper, recorder.lower))
     expected = (upper - upper.mean(0)).T @ (lower - lower.mean(0)) / len(x)
     scale = np.outer(upper.std(0), lower.std(0))
     assert recorder.count == 61
@@ -105,7 +105,7 @@ def test_every_backend_is_seen_with_leading_dimensions(net: gn.GrapNet, backend:
     expected = np.cov(x.numpy().T, y.detach().view(24, 3).numpy().T, bias=True)[:5, 5:]
     assert close(pairs.covariance(), expected, net)
     if backend not in POLICIES:
-        assert close(layers[2].variance, said(net, x)[2].var(0), net)
+        assert close(layers[2].variance, outputs_of(net, x)[2].var(0), net)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_every_mode_is_seen(mode: Callable[[], Any]) -> None:
         with mode():
             net(batch(net, seed=seed))
         net(batch(net, seed=seed))
-    h = np.concatenate([said(net, batch(net, seed=seed))[1] for seed in range(2)])
+    h = np.concatenate([outputs_of(net, batch(net, seed=seed))[1] for seed in range(2)])
     assert recorder.count == pairs.count == 160
     assert np.allclose(recorder.mean, h.mean(0), atol=0.01)
     assert recorder.mean.dtype == pairs.covariance().dtype == torch.float64
@@ -160,7 +160,7 @@ def test_a_compiled_net_is_seen(net: gn.GrapNet, early: bool) -> None:
         recorder.disarm()
     compiled(x).sum().backward()
     assert [recorder.count for recorder in recorders] == ([80, 80, 2] if early else [40, 40, 1])
-    assert close(recorders[0].mean, said(net, x)[1].mean(0), net)
+    assert close(recorders[0].mean, outputs_of(net, x)[1].mean(0), net)
     assert counting.frame_count == 1  # the net that is not watched
     again = armed(MAKE["activations"](), net)
     compiled(x)

@@ -44,8 +44,8 @@ def run(net: gn.GrapNet, size: int = 40, seed: int = 0) -> None:
     net(batch(net, size, seed)).square().sum().backward()
 
 
-def said(net: gn.GrapNet, x: Tensor) -> list[np.ndarray]:
-    """What every layer says, computed from the weights alone, with dense matrices."""
+def outputs_of(net: gn.GrapNet, x: Tensor) -> list[np.ndarray]:
+    """What every layer returns, computed from the weights alone, with dense matrices."""
     found = [x.double().numpy()]
     h = x.double()
     for t, layer in enumerate(net.layers[1:]):

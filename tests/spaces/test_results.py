@@ -1,4 +1,4 @@
-"""Results of operators told from shapes, against what torch says itself."""
+"""Results of operators inferred from shapes, compared with those of torch."""
 
 from typing import Any
 

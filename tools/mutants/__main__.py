@@ -503,7 +503,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         areas = sorted({mutant.area for mutant in left})
         observed = {area: observe(area, mutants, given.work, given.jobs) for area in areas}
-        # Ends the processes below this one, too, when it is told to end.
+        # Ends the processes below this one, too, when it is asked to end.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         atexit.register(_Process.end_all)
         controls = start_controls(observed, given.work)

@@ -230,7 +230,7 @@ class DependencyGraph:
             self._record(groups)
 
     def heads_of(self, group: Group) -> int:
-        """Returns of which number the nodes of a group that stay are a multiple.
+        """Returns the number that must divide the remaining nodes of a group.
 
         The heads of `nn.MultiheadAttention` are together as wide as the stream that it reads.
         """
