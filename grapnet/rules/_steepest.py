@@ -184,8 +184,7 @@ def _as_rows(cells: Tensor) -> Tensor:
 def why_not_steepest(net: Adopted, space: Space) -> str:
     """Returns why GradMax is not defined for a space; empty if it is."""
     if len(space.writers) != 1:
-        names = ", ".join(space.writers) or "no tensor"
-        return f"one tensor must write it, and {names} do"
+        return f"one tensor must write it, and these do: {', '.join(space.writers) or 'none'}"
     if not space.readers or CONTRACTED in space._marks:
         return "activations read it, and not tensors alone"
     for name in (*space.writers, *space.readers):
