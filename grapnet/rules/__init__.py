@@ -33,10 +33,10 @@ from ._node_criteria import (
 )
 from ._nodes import PruneNodes
 from ._obs import OBS, Alternating
-from ._one_shot import Pruning, Stage
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
+from ._pruning import Pruning, Skipped, Stage
 from ._repair import Repaired, gram_recorders, repair
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
@@ -97,6 +97,7 @@ __all__ = [  # noqa: RUF022
     "RandomNodes",
     "Pruning",
     "Stage",
+    "Skipped",
     "Scored",
     "Choice",
     "Assignment",

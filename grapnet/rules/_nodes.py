@@ -167,20 +167,28 @@ class PruneNodes:
         Raises:
             EditError: one of them cannot be pruned, or there is none.
         """
+        found = self._candidates(net)
+        if self.spaces is None:
+            found = [layer for layer in found if not refusal_of(self.criterion, net, layer.index)]
+        if not found:
+            raise EditError(
+                "no space of this model can be pruned: all are pinned, frozen, under a norm, or"
+                " have a size that is also a number in the formula, or the criterion cannot"
+                " score them; print(net) lists them"
+            )
+        return found
+
+    def _candidates(self, net: Graph) -> list[Layer]:
+        """Returns the spaces or layers that are named, in order; by default all that can be pruned,
+        whether or not the criterion can score them.
+
+        Raises:
+            EditError: one that is named cannot be pruned.
+        """
         if not isinstance(net, Adopted):
             return self._hidden(net)
         if self.spaces is None:
-            found = []
-            for space in prunable(net):
-                if not refusal_of(self.criterion, net, space.index):
-                    found.append(space)
-            if not found:
-                raise EditError(
-                    "no space of this model can be pruned: all are pinned, frozen, under a norm, or"
-                    " have a size that is also a number in the formula, or the criterion cannot"
-                    " score them; print(net) lists them"
-                )
-            return list(found)
+            return list(prunable(net))
         found = [net.space(str(name)) for name in as_names(self.spaces) or ()]
         for space in found:
             if space.pins:

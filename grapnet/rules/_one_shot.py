@@ -9,13 +9,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from grapnet.core._errors import EditError, GrapNetError, HistoryError
+from grapnet.core._errors import EditError, GrapNetError
 from grapnet.core._evaluating import evaluating
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
@@ -25,97 +25,21 @@ from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._statistics import call_of
 
 from ._budget import Budget, enforce, shared_out
+from ._cells import why_not_linear
+from ._criteria import refusal_of
 from ._gram import GramRecorder, origin_of
 from ._nodes import PruneNodes
 from ._obs import matrix_recorders
 from ._prune import GradualSchedule, PruneWeakest
-from ._repair import gram_recorders
+from ._pruning import Pruning, Skipped, Stage
+from ._repair import gram_recorders, problem_of
 from ._repair import repair as repair_readers
-from ._rule import RuleContext, nets_of
+from ._rule import RuleContext, chosen_transitions, nets_of
 
 # What commits of one run have in common in the journal.
 REMARK = "gn.prune"
 # Bytes of positions and uids that undo keeps of a relation.
 POSITIONS = 24
-
-
-class Stage(NamedTuple):
-    """One layer or transition of a run.
-
-    Attributes:
-        name: what was pruned.
-        leaving: how many nodes or relations left.
-        present: how many there were.
-        assigned: how many weights and biases got another value.
-        seconds: how long it took; 0 for a stage of an earlier call.
-    """
-
-    name: str
-    leaving: int
-    present: int
-    assigned: int
-    seconds: float
-
-
-class Pruning:
-    """What `gn.prune` did, and the way back.
-
-    Attributes:
-        nets: the nets, or the graph of an adopted model, by name.
-        stages: what left, layer by layer.
-        before: the score of the probe before; None without a probe.
-        after: the score of the probe afterwards.
-        undo_bytes: an upper estimate of the bytes that undo keeps.
-    """
-
-    def __init__(self, nets: dict[str, Graph], undo_bytes: int) -> None:
-        self.nets = nets
-        self.stages: tuple[Stage, ...] = ()
-        self.before: float | None = None
-        self.after: float | None = None
-        self.undo_bytes = undo_bytes
-        self._limits = {name: net.journal.undo_limit for name, net in nets.items()}
-        # the versions that stages have led to, by net
-        self._versions: dict[str, list[int]] = {name: [] for name in nets}
-
-    def undo(self) -> None:
-        """Reverts all of it, the last stage first, and gives the nets their undo limits back.
-
-        Raises:
-            HistoryError: a net was edited or undone since, or its journal has dropped a stage;
-                nothing was changed.
-        """
-        for name, net in self.nets.items():
-            versions = self._versions[name]
-            places = net.journal.undoable[len(net.journal.undoable) - len(versions) :]
-            last = [net.journal.commits[place].version for place in places]
-            if last != versions:
-                raise HistoryError(
-                    f"the last commits that undo can revert lead to versions {last}, and those of"
-                    f" this pruning to {versions}: the net was edited or undone since, or"
-                    " accept() dropped some"
-                )
-        for name, net in reversed(self.nets.items()):
-            for _ in self._versions[name]:
-                net.undo()
-            self._versions[name] = []
-        self.accept()
-
-    def accept(self) -> None:
-        """Keeps the pruned model, and gives the nets their undo limits back.
-
-        What undo needs of stages beyond the limit is dropped.
-        """
-        for name, net in self.nets.items():
-            net.journal.undo_limit = self._limits[name]
-
-    def __repr__(self) -> str:
-        lines = []
-        for stage in self.stages:
-            lines.append(f"  {stage.name}: {stage.leaving:,} of {stage.present:,} removed")
-        if self.before is not None and self.after is not None:
-            lines.append(f"  score: {self.before:.4g} before, {self.after:.4g} afterwards")
-        return "\n".join(["Pruning(", *lines, ")"])
 
 
 def prune(
@@ -146,6 +70,9 @@ def prune(
     with all layers before it pruned already, as in SparseGPT. The model is in evaluation mode
     meanwhile, and has its own modes again afterwards. It is not trained.
 
+    Layers that the criterion cannot score, and those of which losses cannot be repaired, are left
+    out, as `Pruning.skipped` lists with the reasons. If the rule names one of them, it raises.
+
     An error or an interrupt leaves the layers before pruned and the others as they were; the same
     call with `resume=True` goes on from there, also after saving and loading.
 
@@ -169,7 +96,8 @@ def prune(
         budget: the limits of the whole call, for relations: `edits` in all, which transitions share
             in proportion to what they would lose, and the `parents` and `children` that nodes keep.
         repair: whether the relations and biases that stay make up for what leaves. Where the
-            criterion assigns weights or biases itself, nothing else is assigned.
+            criterion assigns weights or biases itself, nothing else is assigned. Without it, all
+            that the criterion can score is pruned.
         rows: how many rows of a pass are recorded for the repair, evenly spaced; all by default.
         most_cells: how many numbers, of 8 bytes each, the statistics of one reader may have; 2**27
             for the repair by default. If two Gram matrices have more, no rows are held out; if one
@@ -189,8 +117,12 @@ def prune(
         generator: source of random numbers.
 
     Returns:
-        A `Pruning`: what left, the scores, and `undo()` for all of it, whatever the undo limit of
-        the nets. `accept()` lets go of what undo keeps beyond that limit.
+        A `Pruning`: what left, what was left out and why, the scores, and `undo()` for all of it,
+        whatever the undo limit of the nets. `accept()` drops what undo keeps beyond that limit.
+
+    Raises:
+        EditError: nothing can be pruned, the rule names what cannot be, or settings do not go
+            together; nothing has changed.
 
     Examples:
         >>> import grapnet as gn
@@ -213,23 +145,20 @@ def prune(
     ranking = _ranking(rule, shares_by)
     budget = budget or Budget()
     model, nets = _model_and_nets(model, batches, optimizer)
-    steps: list[_Step] = []
-    for name, net in nets.items():
-        if isinstance(rule, PruneNodes):
-            steps += _node_steps(name, net, rule)
-        else:
-            steps += _relation_steps(name, net, rule)
+    # A criterion that assigns weights has made up for what leaves.
+    is_repaired = repair and not getattr(rule.criterion, "assigns", False)
+    steps, skipped = _steps_and_skipped(nets, rule, ranking, is_repaired)
     undo_bytes = sum(_bytes(net) for net in nets.values())
     if most_undo_bytes is not None and undo_bytes > most_undo_bytes:
         raise GrapNetError(
             f"undo of this pruning may keep {undo_bytes:,} bytes (limit {most_undo_bytes:,}):"
             " values, positions and optimizer state of what leaves or is assigned"
         )
-    pruning = Pruning(nets, undo_bytes)
+    pruning = Pruning(nets, skipped, undo_bytes)
     whole = replace(rule, by=rule.criterion)
     settings = _described((whole, ranking.criterion, budget, repair, rows))
     run = _Run(
-        model, batches, settings, budget, repair, rows, most_cells, loss, allow_dead, generator
+        model, batches, settings, budget, is_repaired, rows, most_cells, loss, allow_dead, generator
     )
     for step in steps:
         # What cannot be recorded is refused before anything changes.
@@ -280,6 +209,63 @@ class _Step(NamedTuple):
     layer: int | None  # whose nodes leave
     transition: int | None  # whose relations leave
     is_shared: bool  # whether its fraction is what was decided for all layers together
+
+    def why_not_scored(self, criterion: Any) -> str:
+        """Returns why a criterion cannot score what leaves; empty if it can."""
+        number = self.layer if self.transition is None else self.transition
+        assert number is not None
+        return refusal_of(criterion, self.net, number)
+
+    def why_not_repaired(self) -> str:
+        """Returns why what leaves cannot be made up for; empty if it can."""
+        net: Any = self.net
+        if isinstance(net, Adopted):
+            if self.transition is not None:
+                return why_not_linear(net, net.transitions[self.transition].name)
+            assert self.layer is not None
+            space = net.spaces[self.layer]
+            net.prove([space])
+            return problem_of(net, space)
+        readers = [self.transition]
+        if self.layer is not None:
+            readers = net.leaving(self.layer)
+        for t, policy in net.execution.policies().items():
+            if t in readers:
+                return f"transition {t} runs with {policy.name}, and not as a sum"
+        return ""
+
+
+def _steps_and_skipped(
+    nets: dict[str, Graph], rule: PruneNodes | PruneWeakest, ranking: Any, is_repaired: bool
+) -> tuple[list[_Step], tuple[Skipped, ...]]:
+    """Returns what is pruned, layer by layer, and what is left out.
+
+    Raises:
+        EditError: the rule names a part that cannot be pruned, or none can be.
+    """
+    steps = []
+    skipped = []
+    for name, net in nets.items():
+        if isinstance(rule, PruneNodes):
+            found = _node_steps(name, net, rule)
+            is_named = rule.spaces is not None
+        else:
+            found = _relation_steps(name, net, rule)
+            is_named = rule.transitions is not None
+        for step in found:
+            reason = step.why_not_scored(rule.criterion) or step.why_not_scored(ranking.criterion)
+            if not reason and is_repaired:
+                reason = step.why_not_repaired()
+            if not reason:
+                steps.append(step)
+            elif is_named:
+                raise EditError(f"{step.name} cannot be pruned with these settings: {reason}")
+            else:
+                skipped.append(Skipped(step.name, reason))
+    if not steps:
+        reasons = "".join(f"\n  {part.name}: {part.reason}" for part in skipped)
+        raise EditError(f"nothing of this model can be pruned with these settings{reasons}")
+    return steps, tuple(skipped)
 
 
 def _model_and_nets(
@@ -364,7 +350,7 @@ def _node_steps(name: str, net: Graph, rule: PruneNodes) -> list[_Step]:
     if _has_cost(rule):
         # What each layer loses of a budget is decided before the stages.
         rule = replace(rule, fraction=0.0, parameters=None, macs=None, latency=None)
-    for layer in rule._chosen(net):
+    for layer in rule._candidates(net):
         own = replace(rule, spaces=(getattr(layer, "name", layer.index),), scope="space")
         label = _label(name, getattr(layer, "name", f"layer {layer.index}"))
         found.append(_Step(label, name, net, own, len(layer), layer.index, None, True))
@@ -373,7 +359,7 @@ def _node_steps(name: str, net: Graph, rule: PruneNodes) -> list[_Step]:
 
 def _relation_steps(name: str, net: Graph, rule: PruneWeakest) -> list[_Step]:
     found = []
-    for t in rule._numbers(net):
+    for t in chosen_transitions(net, rule.transitions):
         own = replace(rule, transitions=(t,), scope=_scope_within(rule))
         transition: Any = net.transitions[t]
         label = _label(name, getattr(transition, "name", f"transition {t}"))
@@ -427,38 +413,31 @@ def _remark_of(commit: Commit) -> dict[str, Any] | None:
     return None
 
 
+@dataclass(eq=False)
 class _Run:
-    """One call of `prune`: how its stages are carried out."""
+    """One call of `prune`: how its stages are carried out.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Iterable[Any],
-        settings: str,
-        budget: Budget,
-        repairs: bool,
-        rows: int | None,
-        most_cells: int | None,
-        loss: Callable[[nn.Module, Any], Tensor] | None,
-        allow_dead: bool | None,
-        generator: torch.Generator | None,
-    ) -> None:
-        self.model = model
-        self.batches = batches
-        self.settings = settings
-        self.budget = budget
-        self.repairs = repairs
-        self.rows = rows
-        self.most_cells = most_cells
-        self.loss = loss
-        self.allow_dead = allow_dead
-        self.generator = generator
-        # tells the stages of one run from those of another with the same settings
-        self.name = uuid.uuid4().hex
-        # how much leaves in each stage, where it was decided for all of them together
-        self.shares: dict[str, int] | None = None
-        # whether the journal has them
-        self._are_noted = False
+    Attributes:
+        settings: the settings of the call, as the journal keeps them.
+        is_repaired: whether a repair follows, unless the criterion turns out to assign weights.
+        name: tells the stages of one run from those of another with the same settings.
+        shares: how much leaves in each stage, where it was decided for all of them together.
+        is_noted: whether the journal has the shares.
+    """
+
+    model: nn.Module
+    batches: Iterable[Any]
+    settings: str
+    budget: Budget
+    is_repaired: bool
+    rows: int | None
+    most_cells: int | None
+    loss: Callable[[nn.Module, Any], Tensor] | None
+    allow_dead: bool | None
+    generator: torch.Generator | None
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    shares: dict[str, int] | None = None
+    is_noted: bool = False
 
     def earlier(self, pruning: Pruning) -> dict[str, Stage]:
         """Returns the stages of the last run, which this one goes on with; none if there was none.
@@ -503,7 +482,7 @@ class _Run:
                     pruning._versions[name].append(commit.version)
                     if remark["shares"] is not None:
                         self.shares = json.loads(remark["shares"])
-                        self._are_noted = True
+                        self.is_noted = True
                     assigned = commit.counts["coordinates_assigned"]
                     stage = remark["stage"]
                     found[stage] = Stage(stage, remark["leaving"], remark["present"], assigned, 0.0)
@@ -551,7 +530,7 @@ class _Run:
     def recorders(self, step: _Step) -> dict[str, Any]:
         """Returns the recorders of the criterion of a stage, and of its repair."""
         found = dict(step.rule.recorders(step.net))
-        if self._is_repaired(step):
+        if self.is_repaired:
             found |= self._gram_recorders(step)
         for recorder in found.values():
             self._limit(step.net, recorder)
@@ -579,10 +558,6 @@ class _Run:
             # There is no room for a second matrix.
             recorder.held_out = 0.0
 
-    def _is_repaired(self, step: _Step) -> bool:
-        """Returns whether a repair follows, unless the criterion turns out to assign weights."""
-        return self.repairs and not getattr(step.rule.criterion, "assigns", False)
-
     def carry_out(self, step: _Step, pruning: Pruning) -> Stage:
         """Records what a stage needs, and commits it."""
         begin = time.perf_counter()
@@ -602,13 +577,13 @@ class _Run:
             # A criterion of one's own may not know of limits.
             none = RelationSet(net, {})
             enforce(net, edit, budget, settled=none, cuts=budget.edits, connections=None)
-            # A criterion that assigns weights has made up for what leaves.
+            # A criterion of one's own may turn out to assign weights.
             is_assigned = any(one["operation"] == "assign" for one in edit._operations)
-            if self._is_repaired(step) and not is_assigned:
+            if self.is_repaired and not is_assigned:
                 repair_readers(net, edit, evidence)
             leaving = _leaving(edit, step)
             shares = None
-            if self.shares is not None and not self._are_noted:
+            if self.shares is not None and not self.is_noted:
                 shares = json.dumps(self.shares)
             edit.remark(
                 REMARK,
@@ -626,7 +601,7 @@ class _Run:
         if edit.receipt is not None:
             assigned = edit.receipt.counts["coordinates_assigned"]
             pruning._versions[step.net_name].append(edit.receipt.version)
-            self._are_noted = True
+            self.is_noted = True
         seconds = time.perf_counter() - begin
         return Stage(step.name, leaving, step.present, assigned, seconds)
 

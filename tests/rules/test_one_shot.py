@@ -552,17 +552,162 @@ def test_empty_batches_are_refused(batches):
     assert net.version == 0
 
 
-def test_what_cannot_be_repaired_is_refused_before_anything_changes():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.ConvTranspose2d(8, 4, 1)
+def mixed_model():
+    """Returns a model with a depthwise and a grouped convolution, and a transposed one."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        nn.ReLU(),
+        nn.Conv2d(8, 12, 1),
+        nn.ReLU(),
+        nn.Conv2d(12, 12, 3, padding=1, groups=4),
+        nn.ReLU(),
+        nn.ConvTranspose2d(12, 6, 2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 4),
     )
-    x = torch.randn(4, 3, 5, 5)
-    expected = model(x).detach()
+
+
+def images():
+    return torch.randn(32, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def embedding_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(20, 6), nn.Flatten(), nn.Linear(18, 12), nn.Linear(12, 4))
+
+
+def tokens():
+    return torch.randint(20, (32, 3), generator=torch.Generator().manual_seed(0))
+
+
+def names(parts):
+    return [part.name for part in parts]
+
+
+OF_RELATIONS = [
+    "magnitude",
+    "wanda",
+    "taylor",
+    "fisher",
+    "correlation",
+    "random",
+    "obs",
+    "alternating",
+    SNIP,
+    GraSP,
+    SynFlow(),
+]
+OF_NODES = [
+    "norm",
+    "incoming",
+    "outgoing",
+    "activation",
+    "taylor",
+    "subset",
+    "redundancy",
+    "elimination",
+    "random",
+]
+
+
+def loss_for(by):
+    return squares if by in ("taylor", "fisher") else None
+
+
+@pytest.mark.parametrize("by", OF_RELATIONS, ids=str)
+def test_every_criterion_prunes_the_relations_of_nets_and_skips_what_is_not_repaired(by):
+    net, _ = trained_net()
+    model = mixed_model()
+    for pruned, x in ((net, rows()), (model, images())):
+        criterion = by
+        if by in (SNIP, GraSP):
+            criterion = by([x], squares)
+        pruning = gn.prune(pruned, [x], relations=0.5, by=criterion, loss=loss_for(by))
+        assert all(0 < stage.leaving < stage.present for stage in pruning.stages)
+        if pruned is net:
+            assert len(pruning.stages) == 3
+            assert pruning.skipped == ()
+        else:
+            assert names(pruning.stages) == ["0.weight", "5.weight", "13.weight"]
+            assert names(pruning.skipped) == ["3.weight", "7.weight", "9.weight"]
+
+
+@pytest.mark.parametrize("by", OF_NODES)
+def test_every_criterion_prunes_the_nodes_of_nets_and_skips_what_is_not_repaired(by):
+    net, _ = trained_net()
+    gn.prune(net, [rows()], nodes=0.5, by=by, loss=loss_for(by))
+    assert net.sizes == [8, 12, 8, 4]
+    pruning = gn.prune(mixed_model(), [images()], nodes=0.5, by=by, loss=loss_for(by))
+    assert names(pruning.stages) == ["0", "9"]
+    # The transposed convolution reads the groups.
+    assert names(pruning.skipped) == ["5"]
+
+
+def test_what_is_skipped_is_in_the_repr_with_the_reason():
+    pruning = gn.prune(embedding_model(), [tokens()], relations=0.5, by="magnitude")
+    (skipped,) = pruning.skipped
+    assert skipped.name == "0.weight"
+    assert "Embedding" in skipped.reason
+    assert skipped.name in repr(pruning)
+    assert skipped.reason in repr(pruning)
+
+
+@pytest.mark.parametrize("by", ["magnitude", "random"])
+def test_without_repair_all_that_can_be_scored_is_pruned(by):
+    pruning = gn.prune(embedding_model(), [tokens()], relations=0.5, by=by, repair=False)
+    assert names(pruning.stages) == ["0.weight", "2.weight", "3.weight"]
+    assert pruning.skipped == ()
+    pruning = gn.prune(mixed_model(), [images()], relations=0.5, by=by, repair=False)
+    assert len(pruning.stages) == 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"relations": PruneWeakest(0.5, transitions=["0", "9"])},
+        {"relations": PruneWeakest(0.5, by="wanda", transitions=["0", "3"]), "repair": False},
+        {"relations": PruneWeakest(0.5, by="obs", transitions="7"), "repair": False},
+        {"nodes": PruneNodes(0.5, spaces=["0", "5"])},
+    ],
+)
+def test_what_is_named_and_cannot_be_pruned_is_refused_before_anything_changes(settings):
+    model = mixed_model()
+    net = gn.adopt(model, images())
     with pytest.raises(gn.errors.EditError):
-        gn.prune(model, [x], nodes=0.5, by="norm")
-    assert torch.equal(model(x), expected)
-    gn.prune(model, [x], nodes=0.5, by="norm", repair=False)
-    assert model[2].weight.shape[0] == 4
+        gn.prune(model, Unread([images()]), **settings)
+    assert net.version == 0
+
+
+def test_a_model_of_which_nothing_can_be_pruned_is_refused():
+    model = nn.Sequential(nn.Embedding(20, 6), nn.Flatten())
+    with pytest.raises(gn.errors.EditError):
+        gn.prune(model, [tokens()], relations=0.5, by="magnitude")
+    assert len(gn.prune(model, [tokens()], relations=0.5, by="random", repair=False).stages) == 1
+
+
+def test_transitions_of_a_net_that_run_with_attention_are_skipped():
+    net, _ = trained_net()
+    net.execution.use("attention", transition=1)
+    pruning = gn.prune(net, [rows()], relations=0.5, by="magnitude")
+    assert names(pruning.stages) == ["transition 0", "transition 2"]
+    assert names(pruning.skipped) == ["transition 1"]
+    pruning.undo()
+    pruning = gn.prune(net, [rows()], nodes=0.5, by="norm")
+    assert names(pruning.stages) == ["layer 2"]
+    assert names(pruning.skipped) == ["layer 1"]
+
+
+def test_what_the_criterion_of_the_shares_cannot_score_is_skipped():
+    rule = PruneWeakest(0.5, by="magnitude", scope="model")
+    settings = {"relations": rule, "shares_by": "wanda", "repair": False}
+    pruning = gn.prune(mixed_model(), [images()], **settings)
+    assert names(pruning.skipped) == ["3.weight", "7.weight", "9.weight"]
 
 
 def test_a_failing_stage_leaves_that_layer_as_it_was():
