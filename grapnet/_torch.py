@@ -32,6 +32,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
 )
 from torch.autograd import forward_ad
+from torch.hub import tqdm as tqdm  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,

@@ -129,12 +129,13 @@ def _pruned(
     """Prunes a net and returns the way back."""
     name, _, repaired = criterion.partition(", ")
     by: Any = Norm("rms") if name == "norm" else name
+    settings: dict[str, Any] = {"generator": generator, "progress": False}
     if kind == "nodes":
         is_repaired = bool(repaired) or name in ("subset", "elimination")
-        return gn.prune(net, [rows], nodes=share, by=by, repair=is_repaired, generator=generator)
+        return gn.prune(net, [rows], nodes=share, by=by, repair=is_repaired, **settings)
     scope = "child" if by == "wanda" else "transition"
     rule = PruneWeakest(share, by=by, transitions=(0, 1), scope=scope)
-    return gn.prune(net, [rows], relations=rule, repair=bool(repaired), generator=generator)
+    return gn.prune(net, [rows], relations=rule, repair=bool(repaired), **settings)
 
 
 def _trained_on(

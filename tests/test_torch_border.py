@@ -517,3 +517,14 @@ def test_ddp_ignores_what_is_named_in_the_block(tmp_path) -> None:
         assert DistributedDataParallel(module).parameters_to_ignore == set()
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("bar", [_torch.tqdm, torch.hub._Faketqdm])
+def test_a_progress_bar_is_on_stderr_whether_or_not_tqdm_is_installed(bar, capfd) -> None:  # pyright: ignore[reportMissingParameterType]
+    for is_off in (True, False):
+        with bar(total=4, desc="edits", unit="edit", disable=is_off) as shown:
+            for _ in range(4):
+                shown.update(1)
+        found = capfd.readouterr()
+        assert found.out == ""
+        assert ("100" in found.err) != is_off

@@ -162,7 +162,7 @@ def step_seconds(models: Sequence[nn.Module], images: Images) -> list[float]:
 def prune(net: gn.GrapNet, images: Tensor, share: float, *, repair: bool) -> None:
     """Removes a share of the hidden nodes: those that the others can best make up for."""
     batches = images.split(256)
-    gn.prune(net, batches, nodes=share, by="elimination", repair=repair)
+    gn.prune(net, batches, nodes=share, by="elimination", repair=repair, progress=False)
 
 
 def localise(net: gn.GrapNet, images: Tensor, digit: int) -> gn.RelationSet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 import uuid
 import weakref
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grapnet._torch import tqdm
 from grapnet.core._errors import EditError, GrapNetError
 from grapnet.core._evaluating import evaluating
 from grapnet.core._graph import Graph
@@ -61,7 +63,7 @@ def prune(
     preview: bool = False,
     resume: bool = False,
     most_undo_bytes: int | None = None,
-    progress: Callable[[list[Any]], Iterable[Any]] | None = None,
+    progress: bool | None = None,
     generator: torch.Generator | None = None,
 ) -> Pruning:
     """Prunes a trained model in one shot: layer by layer, each repaired before the next.
@@ -113,7 +115,8 @@ def prune(
         resume: whether stages that an earlier call with the same settings committed last are left
             out. Functions are the same if their names are.
         most_undo_bytes: raise GrapNetError before anything changes if undo could keep more.
-        progress: wraps the list of stages, as `tqdm.tqdm` does, which shows a progress bar.
+        progress: whether stderr shows what undo may keep, and a progress bar (that of tqdm if it is
+            installed); None to show them on a terminal.
         generator: source of random numbers.
 
     Returns:
@@ -154,6 +157,11 @@ def prune(
             f"undo of this pruning may keep {undo_bytes:,} bytes (limit {most_undo_bytes:,}):"
             " values, positions and optimizer state of what leaves or is assigned"
         )
+    if progress is None:
+        progress = sys.stderr.isatty()
+    if progress:
+        size = f"{undo_bytes / 1e6:,.3f} MB"
+        print(f"gn.prune: {len(steps)} stages; undo may keep {size}", file=sys.stderr)
     pruning = Pruning(nets, skipped, undo_bytes)
     whole = replace(rule, by=rule.criterion)
     settings = _described((whole, ranking.criterion, budget, repair, rows))
@@ -174,11 +182,13 @@ def prune(
             for net in nets.values():
                 limit = len(net.journal.undoable) + len(steps)
                 net.journal.undo_limit = max(net.journal.undo_limit, limit)
-            for step in steps if progress is None else progress(steps):
-                stage = done.get(step.name)
-                if stage is None:
-                    stage = run.carry_out(step, pruning)
-                pruning.stages = (*pruning.stages, stage)
+            with tqdm(total=len(steps), desc="gn.prune", unit="stage", disable=not progress) as bar:
+                for step in steps:
+                    stage = done.get(step.name)
+                    if stage is None:
+                        stage = run.carry_out(step, pruning)
+                    pruning.stages = (*pruning.stages, stage)
+                    bar.update(1)
             if probe is not None:
                 pruning.after = probe()
     except BaseException as error:

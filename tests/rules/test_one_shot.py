@@ -1,6 +1,7 @@
 """gn.prune: layer by layer, repaired, undone, resumed."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -758,6 +759,29 @@ def test_too_large_an_undo_is_refused_first():
         gn.prune(net, [rows()], nodes=0.5, most_undo_bytes=100)
     assert net.version == 0
     assert gn.prune(net, [rows()], nodes=0.5, most_undo_bytes=10**6).undo_bytes > 100
+
+
+def test_progress_says_what_undo_may_keep_before_the_first_pass(capfd):
+    net, _ = trained_net()
+    with pytest.raises(AssertionError):
+        gn.prune(net, Unread([rows()]), nodes=0.5, progress=True)
+    said = capfd.readouterr().err
+    pruning = gn.prune(net, [rows()], nodes=0.5, progress=True)
+    assert f"{pruning.undo_bytes / 1e6:.3f} MB" in said
+    shown = capfd.readouterr().err
+    assert "100" in shown
+    for progress in (False, None):
+        gn.prune(net, [rows()], nodes=0.5, progress=progress)
+        assert capfd.readouterr().err == ""
+
+
+def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    net, _ = trained_net()
+    gn.prune(net, [rows()], nodes=0.5, progress=False)
+    assert capsys.readouterr().err == ""
+    gn.prune(net, [rows()], nodes=0.5)
+    assert "MB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("batches", [iter([rows()]), rows()], ids=["iterator", "tensor"])
