@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from ._torch import untraced
 from .core._activation import activation_function
 from .core._commit import settle, unsettled
-from .core._coordinates import note_read
+from .core._coordinates import Coordinates, note_read
 from .core._errors import EditError, TopologyError
 from .core._graph import Graph, chain_ends
 from .core._index_map import as_tensor
 from .core._layer import Layer
-from .core._resolve import draw
-from .core._state import prepare_to_load
+from .core._resolve import Requests, draw, resolve
 from .core._transition import (
     Topology,
     Transition,
@@ -344,7 +343,7 @@ class GrapNet(Graph):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        prepare_to_load(self, state_dict, prefix)
+        _prepare_to_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -526,3 +525,74 @@ def _checked_vector(values: Any, size: int, what: str) -> Tensor:
     if len(values) != size:
         raise ValueError(f"{size} {what} are needed, got {len(values)}")
     return values
+
+
+def _prepare_to_load(graph: Graph, state: Mapping[str, Any], prefix: str) -> None:
+    """Freezes, in a commit, what is frozen in a state dict, before the stores read its values.
+
+    Raises:
+        TopologyError: the state has another wiring.
+    """
+    graph._require_no_edit("load a state dict")
+    if not any(name.startswith(prefix) for name in state):
+        return
+    _require_as_many_transitions(graph, state, f"{prefix}transitions.")
+    requests = Requests()
+    for number, layer in enumerate(graph.layers):
+        name = f"{prefix}layers.{number}."
+        if not layer.is_sensory:
+            _request_frozen(
+                layer, state, name, requests.freeze_biases[number], requests.unfreeze_biases[number]
+            )
+    for t, transition in enumerate(graph.transitions):
+        name = f"{prefix}transitions.{t}."
+        _request_frozen(
+            transition, state, name, requests.freeze_relations[t], requests.unfreeze_relations[t]
+        )
+    for column in graph.columns.values():
+        _require_fit(column, state, f"{prefix}columns.{column.name}.")
+    change = resolve(graph, requests, None)
+    if not change.is_empty:
+        graph._commit_change(change, "load_state_dict")
+
+
+def _require_as_many_transitions(graph: Graph, state: Mapping[str, Any], prefix: str) -> None:
+    """Raises TopologyError if layers came or left between graph and state."""
+    held = {name for name in state if name.startswith(prefix) and name.endswith(".ptr")}
+    expected = {f"{prefix}{t}.ptr" for t in range(len(graph.transitions))}
+    # Without any wiring it is a part of a state dict.
+    if held and held != expected:
+        raise _mismatch(f"it has {len(held)} transitions where this graph has {len(expected)}")
+
+
+def _request_frozen(
+    store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[Any], unfreeze: list[Any]
+) -> None:
+    _require_fit(store, state, name)
+    held = state.get(name + "frozen")
+    if held is None:
+        return
+    held = held.to(store.frozen_at)
+    if len(held) and (
+        int(held[0]) < 0 or int(held[-1]) >= store.size or bool((held[1:] <= held[:-1]).any())
+    ):
+        raise TopologyError(
+            f"{name}frozen must be ascending positions below {store.size}; nothing was loaded"
+        )
+    freeze.append(held)
+    unfreeze.append(store.frozen_at)
+
+
+def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> None:
+    difference = store._differs_from(state, name)
+    if difference:
+        raise _mismatch(difference)
+
+
+def _mismatch(difference: str) -> TopologyError:
+    return TopologyError(
+        f"{difference}; the state dict belongs to a graph with another wiring, and nothing was"
+        " loaded. Files of gn.save include the wiring, for gn.load(path) or"
+        " gn.restore(path, into=model); Lightning's do with RulesCallback, or with load_nets"
+        " in on_load_checkpoint"
+    )
