@@ -1,4 +1,4 @@
-"""The import rule: {_torch, _atomic} ← core ← execution ← network ← {following, rules} ← continual.
+"""Imports go one way, along the chain in CONTRIBUTING.md.
 
 Nothing optional comes with `import grapnet`, and private parts of torch come through `_torch` only.
 """
@@ -19,21 +19,26 @@ import grapnet
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "grapnet"
 CODE = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+# Every part imports what stands left of it, and itself. The last two are programs, which nothing
+# else imports and which use public names: see PROGRAMS.
+CHAIN = (
+    "core ← execution ← network ← following ← spaces ← {rules, convert, continual} ← checkpoint"
+    " ← {integrations, plot} ← cli"
+)
+PARTS = [re.findall(r"\w+", link.replace("network", "_network")) for link in CHAIN.split(" ← ")]
 BELOW = {"_torch", "_atomic"}
-MAY_IMPORT = {
-    "_torch": set(),
-    "core": BELOW | {"core"},
-    "execution": BELOW | {"core", "execution"},
-    "_network": BELOW | {"core", "execution", "_network"},
-    "following": BELOW | {"core", "execution", "_network", "following"},
-    "continual": BELOW | {"core", "execution", "_network", "following", "continual"},
-    "spaces": BELOW | {"core", "execution", "_network", "following", "spaces"},
-    "rules": BELOW | {"core", "execution", "_network", "spaces", "rules"},
-}
+MAY_IMPORT: dict[str, set[str]] = {"_torch": set(), "_atomic": set()}
+for place, parts in enumerate(PARTS[:-2]):
+    for part in parts:
+        MAY_IMPORT[part] = BELOW.union(*PARTS[:place], {part})
+# Rules prepare edits, and leave what follows them to others; streams and memories know no spaces.
+MAY_IMPORT["rules"].remove("following")
+MAY_IMPORT["continual"].remove("spaces")
 OUTSIDE = {"torch", "numpy"}
 # imported only where Triton is
 _WITH_TRITON = ("_gpu", "_gpu_blocks", "_gpu_live", "_gpu_tiles")
 ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in _WITH_TRITON}
+ONLY_IN["grapnet.checkpoint._file"] = {"safetensors"}
 LAZY = {  # imported when a function is called
     "grapnet._network": {"grapnet.integrations.networkx", "networkx", "grapnet._show"},
 }
@@ -51,6 +56,8 @@ PUBLIC = tuple(
         "spaces",
     )
 )
+# Parts of which programs use nothing but PUBLIC names.
+PRIVATE = MAY_IMPORT.keys() - {"convert", "checkpoint"}
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "cli")
 OPTIONAL = (
     "sklearn",
@@ -116,13 +123,9 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def test_every_module_imports_only_what_lies_below_it() -> None:
-    assert {name.split(".")[1] for name, _ in modules()} >= {
-        "core",
-        "execution",
-        "_network",
-        "following",
-        "continual",
-    }
+    assert {name.split(".")[1] for name, _ in modules()} >= MAY_IMPORT.keys()
+    contributing = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    assert f"`{CHAIN}`" in contributing
     wrong = [line for name, path in modules() for line in violations(path.read_text(), name)]
     assert wrong == []
 
@@ -142,6 +145,8 @@ def test_every_module_imports_only_what_lies_below_it() -> None:
             "grapnet.following._optimizers",
         ),
         ("grapnet.rules._grow", "from ..following import optimizers", "grapnet.following"),
+        ("grapnet.convert._graft", "from grapnet.rules import GrowWidth", "grapnet.rules"),
+        ("grapnet.checkpoint._net", "from grapnet.plot import graph", "grapnet.plot"),
     ],
 )
 def test_a_wrong_import_would_be_found(module: str, source: str, named: str) -> None:
@@ -322,7 +327,7 @@ def private(source: str, folder: str) -> list[str]:
         {
             name
             for name in inside
-            if name != folder and (name in MAY_IMPORT or not hasattr(grapnet, name))
+            if name != folder and (name in PRIVATE or not hasattr(grapnet, name))
         }
     )
 
