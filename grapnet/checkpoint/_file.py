@@ -124,7 +124,8 @@ def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             with safe_open(name, framework="pt") as file:
                 # The container hands out views of the mapped file, which change with it; a copy is
                 # ours alone.
-                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
+                names = list(file.keys())
+                tensors = {name: file.get_tensor(name).clone() for name in names}
                 return file.metadata() or {}, tensors
         except Exception as error:  # whatever the parser trips over
             raise CheckpointError(

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 from torch import nn
 
@@ -191,7 +191,8 @@ def _set_dropout(
             f"a layer of {name!r} has dropout, and the original modules have none; take"
             " net.to_module()"
         )
-    setattr(find_replaced(replaced, step.dropout_path), "p", probability)  # noqa: B010 (typed as a tensor or module)
+    dropout: Any = find_replaced(replaced, step.dropout_path)
+    dropout.p = probability
 
 
 def _set_modes(replaced: dict[str, nn.Module], chain: Chain, net: GrapNet) -> None:

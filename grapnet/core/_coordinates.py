@@ -324,7 +324,8 @@ class Coordinates(nn.Module):
             raise self._taken_away() from None
         assert parameter is not None
         self._watch_run()
-        return assemble(parameter, self._buffers["frozen_values"], self.vector.order, shape)  # pyright: ignore[reportArgumentType]
+        frozen: Any = self._buffers["frozen_values"]
+        return assemble(parameter, frozen, self.vector.order, shape)
 
     def _trainable(self, start: int, stop: int) -> Tensor:
         """Returns a range of coordinates, live and differentiable, where none is frozen."""
@@ -458,7 +459,8 @@ class Coordinates(nn.Module):
         replace_content(prepared.vector.parameter, prepared.vector.content, prepared.gradient)
         index = prepared.parameter_index
         if index is not None and not index.is_identity:
-            prepared.vector.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+            parameter: Any = prepared.vector.parameter
+            parameter.grapnet_layout = layout
             Coordinates._layout_changes += 1
         self.frozen_values = prepared.vector.frozen_values
 

@@ -1,6 +1,6 @@
 """The registry of backends: which there are, and what a class needs to become one."""
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import Any, cast
 
 from grapnet.core._errors import PlanError
@@ -57,7 +57,8 @@ def _require_backend(backend: Any) -> None:
     missing += [s for s in signatures if not callable(getattr(backend, s.partition("(")[0], None))]
     if missing:
         raise TypeError(f"the backend {backend.__name__} lacks {' and '.join(missing)}")
-    if not is_dataclass(backend) or not backend.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+    settings = getattr(backend, "__dataclass_params__", None)
+    if settings is None or not settings.frozen:
         raise TypeError(
             f"the backend {backend.__name__} is not a frozen dataclass; add @dataclass(frozen=True)"
         )

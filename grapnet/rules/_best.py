@@ -203,10 +203,10 @@ def search_scale(
         best = float(measure())
     chosen = tried[0]
     for scale in tried:
-        candidate = replace(rule, scale=scale)
+        candidate: Any = replace(rule, scale=scale)
         generator = torch.Generator().manual_seed(0)
         with net.edit(trial=True, generator=generator) as edit:
-            candidate(net, edit, RuleContext(evidence=evidence))  # pyright: ignore[reportArgumentType]
+            candidate(net, edit, RuleContext(evidence=evidence))
             edit.commit()
             with torch.no_grad():
                 loss = float(measure())
