@@ -229,7 +229,6 @@ def _details(fields: Fields, outlines: Outlines, graph: Graph, next_uid: int) ->
 
 def _check_change(change: Change, graph: Graph, next_uid: int, where: str) -> None:
     """Raises CheckpointError if an index or a length inside a change is impossible in a graph."""
-    _require(change.depth is None, where, "a journal keeps no blocks")
     for n, layer in change.layers.items():
         at = f"{where}.layers[{n}]"
         _require(0 <= n < len(graph.layers), at, "the layer does not exist")

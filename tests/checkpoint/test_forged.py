@@ -125,6 +125,15 @@ def has_gradients(pair: Any, tensors: Tensors) -> None:
     weights[8] = {"tensor": ["bool", 0]}
 
 
+def has_blocks(document: Any, tensors: Tensors) -> None:
+    tree = json.loads(bytes(tensors["journal.details"].tolist()))
+    record = tree["dict"][0][1]["list"][0]["record"]
+    assert record[0] == "Change"
+    assert record[-1] is None
+    record[-1] = record[1]
+    tensors["journal.details"] = torch.tensor(list(json.dumps(tree).encode()), dtype=torch.uint8)
+
+
 def unknown_uid(document: Any, tensors: Tensors) -> None:
     tensors["journal.pool.int64"][0] = 10**6
 
@@ -147,6 +156,7 @@ FORGERIES: dict[str, tuple[Callable[[], gn.GrapNet], Change]] = {
     "details of no transition": (connected, details(out_of_range)),
     "positions out of order": (connected, out_of_order),
     "a newborn that turns": (connected, details(turns_a_newborn)),
+    "blocks": (connected, has_blocks),
     "gradients": (connected, details(has_gradients)),
     "an unknown uid": (removed, unknown_uid),
 }
