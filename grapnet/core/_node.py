@@ -44,10 +44,9 @@ class GrapNode:
 
     @property
     def children(self) -> "NeighboursView":
-        """The children of the node, ordered like `W_alloc`: those that one transition leads to
-        after the other.
+        """The children of the node, transition after transition, ordered like `W_alloc`.
 
-        Of an adopted model, a child that several tensors lead to is in it once for each.
+        In an adopted model, a child that several tensors lead to occurs once for each of them.
         """
         return NeighboursView(self, down=True)
 
