@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from grapnet import Commit, GrapNet, GrapNode, NodeSet, RelationSet
-from grapnet.core._graph import Graph
 from grapnet.spaces import Adopted
 
 ColorBy = Literal["owner", "activation"]
@@ -69,7 +68,7 @@ class Groups:
         return any(name is not None for name in self.names)
 
 
-def require_net(net: Graph) -> None:
+def require_net(net: GrapNet | Adopted) -> None:
     """Raises TypeError for an adopted model, whose relations may have several numbers each."""
     if isinstance(net, Adopted):
         raise TypeError("this picture is one of a GrapNet; plot.spaces draws an adopted model")
