@@ -178,7 +178,7 @@ class PruneNodes:
             )
         return found
 
-    def _candidates(self, net: Graph) -> list[Layer]:
+    def _candidates(self, net: Graph) -> list[LiveNodes]:
         """Returns the spaces or layers that are named, in order; by default all that can be pruned,
         whether or not the criterion can score them.
 
