@@ -162,8 +162,8 @@ class Wired(NamedTuple):
         return cls(parent, child, free, held.masked_fill_(free, 0.0))
 
     def without(self, leaves: Tensor) -> "Wired":
-        """Returns the wiring as if some relations, given by bools, were absent."""
-        leaves = leaves.to(self.free.device)
+        """Returns the wiring as if the relations at some positions were absent."""
+        leaves = leaves.to(self.free.device).long()
         parents = self.parents[leaves]
         children = self.children[leaves]
         free = self.free.clone()
@@ -180,7 +180,9 @@ class Wired(NamedTuple):
         edit.assign(relations, found[self.parents[at], self.children[at]])
         rows = self.free[-1].nonzero().squeeze(1)
         children = graph.layers[graph.transitions[t].target]
-        edit.assign(children[rows.cpu()], found[-1][rows])
+        # The commit adds what orphans leave to biases.
+        biases = found[-1] - edit._drafts().constants(graph, t).to(found)
+        edit.assign(children[rows.cpu()], biases[rows])
 
     def write(self, graph: Graph, t: int, found: Tensor) -> None:
         """Assigns everything that is not frozen from a rectangle like `held`."""
@@ -329,8 +331,8 @@ class ClosedFormReadout:
         Absent relations have weight 0.
 
         Args:
-            edit: an open edit of the net, after its removals and cuts. It assigns what is solved
-                for the nodes and relations that stay, and commits it with them.
+            edit: an open edit of the net, after its removals, cuts and `remove_orphans`. It assigns
+                what is solved for the nodes and relations that stay, and commits it with them.
 
         Raises:
             GrapNetError: nothing was seen, nodes lack a past, what leads to the layer has
@@ -338,7 +340,7 @@ class ClosedFormReadout:
         """
         wired = self._wired()
         if edit is not None:
-            wired = wired.without(edit._leaving_relations(self._transition))
+            wired = wired.without(edit._drafts().transitions[self._transition].cuts)
         found = ridge_solution(
             self.statistics.gram(),
             self.statistics.cross(),

@@ -30,6 +30,7 @@ from ._prepare import Intent
 from ._resolve import (
     Assigned,
     Connection,
+    Drafts,
     Initial,
     Naming,
     Newborns,
@@ -590,22 +591,10 @@ class Edit:
         self._require_open()
         return NodeSet(self.graph, self._requests.removed_uids(self.graph.layers))
 
-    def _leaving_relations(self, t: int) -> Tensor:
-        """Returns which relations of a transition this edit cuts so far, or removes with a node,
-        bool.
-        """
-        topology = self.graph.transitions[t].topology
-        leaves = torch.zeros(topology.n_relations, dtype=torch.bool, device=topology.child.device)
-        removed = self.removals._rows_by_layer()
-        for number, ends in zip(
-            self.graph.ends[t], (topology.parents(), topology.child), strict=True
-        ):
-            if number in removed:
-                leaves |= contains(removed[number].to(ends.device), ends)
-        cuts = self.cuts._positions_by_transition()
-        if t in cuts:
-            leaves[as_positions(cuts[t], leaves.device).long()] = True
-        return leaves
+    def _drafts(self) -> Drafts:
+        """Returns what this edit adds and removes so far, orphans included."""
+        self._require_open()
+        return Drafts.of(self.graph, self._requests)
 
     def remark(self, text: str, **details: str | float | bool | None) -> None:
         """Writes a remark into the journal, such as the rule and its scores. It changes nothing

@@ -137,12 +137,18 @@ class Requests:
         newborns = [newborns.uids for newborns in self.newborns.get(number, ())]
         return torch.cat([graph.layers[number].uid, *newborns])
 
+    def removed_rows(self, layers: Sequence[LiveNodes]) -> dict[int, Tensor]:
+        """Returns the ascending rows of the present nodes to remove, layer by layer, int64."""
+        found = {}
+        for number, asked in self.removals.items():
+            rows = torch.cat(asked).unique().long()
+            found[number] = rows[rows < len(layers[number])]
+        return found
+
     def removed_uids(self, layers: Sequence[LiveNodes]) -> dict[int, Tensor]:
         """Returns the ascending uids of the present nodes to remove, layer by layer."""
-        rows = {number: torch.cat(asked).unique().long() for number, asked in self.removals.items()}
-        return {
-            number: layers[number].uid[at[at < len(layers[number])]] for number, at in rows.items()
-        }
+        rows = self.removed_rows(layers)
+        return {number: layers[number].uid[at] for number, at in rows.items()}
 
 
 def checked_initial(initial: Initial, count: int, what: str) -> Initial:
@@ -894,31 +900,62 @@ def assignment_of(
 _FIRST_LOOK = 4096
 
 
+class Drafts(NamedTuple):
+    """The nodes and relations that requests add and remove, orphans included.
+
+    Attributes:
+        layers: by number.
+        transitions: by number.
+        folded: the positions of the relations over which orphans leave their constants to biases,
+            by their layer and transition.
+    """
+
+    layers: list[LayerDraft]
+    transitions: dict[int, TransitionDraft]
+    folded: dict[int, dict[int, Tensor] | None]
+
+    @classmethod
+    def of(cls, graph: "Graph", requests: Requests) -> "Drafts":
+        """Finds the orphans of the requests; raises EditError if these conflict."""
+        layers = [LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
+        transitions: dict[int, TransitionDraft] = {}
+        folded: dict[int, dict[int, Tensor] | None] = {}
+        # All that enters a layer is known before its orphans are looked for, as sources come first.
+        for number, draft in enumerate(layers):
+            if number in requests.orphans:
+                folded[number] = _remove_orphans(graph, requests, draft, layers)
+            for t, transition in enumerate(graph._wired):
+                if transition.source == number:
+                    lower = layers[transition.target]
+                    transitions[t] = TransitionDraft(graph, requests, t, draft, lower)
+                    draft.leaving.append(transitions[t])
+                    lower.entering.append(transitions[t])
+        return cls(layers, transitions, folded)
+
+    def constants(self, graph: "Graph", t: int) -> Tensor:
+        """Returns what orphans leave to biases over a transition, [children]."""
+        transition = graph.transitions[t]
+        relations = (self.folded.get(transition.source) or {}).get(t)
+        if relations is None:
+            return transition.weight.detach().new_zeros(transition.n_children)
+        return folded_constants(graph, t, relations, self.layers[transition.source].shift, None)
+
+
 def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | None) -> Change:
     """Returns the Change of the requests; raises EditError if they conflict."""
-    drafts = [LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
-    wirings: dict[int, TransitionDraft] = {}
-    folded: dict[int, dict[int, Tensor] | None] = {}
-    # All that enters a layer is known before its orphans are looked for, as sources come first.
-    for number, draft in enumerate(drafts):
-        if number in requests.orphans:
-            folded[number] = _remove_orphans(graph, requests, draft, drafts)
-        for t, transition in enumerate(graph._wired):
-            if transition.source == number:
-                lower = drafts[transition.target]
-                wirings[t] = TransitionDraft(graph, requests, t, draft, lower)
-                draft.leaving.append(wirings[t])
-                lower.entering.append(wirings[t])
+    drafts = Drafts.of(graph, requests)
     transitions = {}
     for t, transition in enumerate(graph._wired):
-        if wirings[t].is_touched:
-            upper = drafts[transition.source]
-            lower = drafts[transition.target]
-            transitions[t] = wirings[t].change(upper, lower, requests, generator)
+        draft = drafts.transitions[t]
+        if draft.is_touched:
+            upper = drafts.layers[transition.source]
+            lower = drafts.layers[transition.target]
+            transitions[t] = draft.change(upper, lower, requests, generator)
     layers = {}
-    for number, draft in enumerate(drafts):
+    for number, draft in enumerate(drafts.layers):
         if draft.is_touched:
             layers[number] = draft.change(requests, generator)
+    folded = drafts.folded
     return Change(
         {n: replace(c, folded=folded.get(n)) for n, c in layers.items() if not c.is_empty},
         {t: c for t, c in transitions.items() if not c.is_empty},

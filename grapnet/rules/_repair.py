@@ -41,8 +41,8 @@ class Repaired(NamedTuple):
         reader: the transition as "layer 1 → layer 2", or the weight of a module.
         children: the number of children that lose something.
         damping: the damping that was chosen or given.
-        lost: the share of the squares of what the children received that leaves, over all recorded
-            rows; of many children, some are measured.
+        lost: the share of the squares of what the children received that the edit alone would
+            take, over all recorded rows; of many children, some are measured.
         left: the share that is still missing after the repair; NaN for a module that is called
             several times in a pass, whose later inputs may depend on what it returns.
     """
@@ -66,6 +66,7 @@ class Case:
         leaving: bool, like the weights, and so are the others.
         absent: cells that do not exist.
         frozen: cells that keep their value.
+        folded: what orphans leave to the biases when the edit commits, [children] float64.
         is_repeated: whether the reader is called several times in a pass.
     """
 
@@ -76,6 +77,7 @@ class Case:
     leaving: Tensor
     absent: Tensor
     frozen: Tensor
+    folded: Tensor
     is_repeated: bool
 
     @classmethod
@@ -86,10 +88,13 @@ class Case:
         matrix: Matrix,
         leaving: Tensor,
         children: Tensor,
+        folded: Tensor | None = None,
         is_repeated: bool = False,
     ) -> Case:
         """Returns the case of some children of a matrix, given the cells of all that leave."""
         rows = children.to(matrix.weights.device)
+        if folded is None:
+            folded = torch.zeros_like(matrix.weights[:, -1])
         return cls(
             name,
             recorder,
@@ -98,6 +103,7 @@ class Case:
             leaving[children],
             matrix.absent[rows].to(leaving.device),
             matrix.frozen[rows].to(leaving.device),
+            folded[rows].to(leaving.device).double(),
             is_repeated,
         )
 
@@ -135,7 +141,10 @@ class Case:
         some = torch.arange(0, len(weights), max(1, len(weights) // MEASURED), device=device)
         before = weights[some]
         whole = max(error_of(before, total), torch.finfo(torch.float64).tiny)
-        lost = error_of(torch.where(leaving[some], before, 0), total) / whole
+        # What leaves, without the constants that the commit gives the biases for it.
+        missing = torch.where(leaving[some], before, 0)
+        missing[:, -1] -= self.folded.to(device)[some]
+        lost = error_of(missing, total) / whole
         left = error_of(found[some] - before, total) / whole
         if self.is_repeated:
             left = math.nan
@@ -151,11 +160,12 @@ def repair(
 ) -> tuple[Repaired, ...]:
     """Gives the readers of what an open edit removes and cuts the weights that make up for it.
 
-    Call it inside the edit, after all removals and cuts. Readers then receive what they received,
-    as closely as least squares over the recorded rows allow: weights of relations that stay, and
-    biases, are assigned in the same edit. No relation is created, frozen coordinates keep their
-    values, and children that lose nothing are not touched. Orphans that the end of the edit
-    removes are not known yet and are not made up for.
+    Call it inside the edit, after all removals, cuts and `remove_orphans`. Readers then receive
+    what they received, as closely as least squares over the recorded rows allow: weights of
+    relations that stay, and biases, are assigned in the same edit. No relation is created, frozen
+    coordinates keep their values, and children that lose nothing are not touched. Orphans leave as
+    other nodes do; the constants that `fold_bias=True` gives biases for them are taken into
+    account.
 
     Readers of an adopted model are Linears and convolutions, also those of gated blocks and of
     attention. Nodes under a norm or a softmax over them are refused, because those that stay change
@@ -164,8 +174,8 @@ def repair(
     Args:
         net: the net, or the adopted model.
         edit: its open edit.
-        evidence: recorders of every layer, or of every reader of a space, that loses nodes or
-            relations; other recorders are left out of account.
+        evidence: recorders of every layer, or of every reader of a space, that loses nodes, orphans
+            among them, or relations; other recorders are left out of account.
         damping: how strongly weights are held where they are, as a share of the mean square of the
             columns. By default the one of 1e-6, 1e-5, …, 0.1 with the smallest error on the
             rows that were held out, or 1e-4 if none were; all rows are solved for then.
@@ -276,15 +286,16 @@ class _Transitions:
 
     def cases(self) -> dict[int, Case]:
         """Returns those that lose something, by number."""
-        removed = self.edit.removals._rows_by_layer()
+        drafts = self.edit._drafts()
         found = {}
         for t, (_, target) in enumerate(self.net.ends):
-            leaves = self.edit._leaving_relations(t)
-            left = _bits(len(self.net.layers[target]), removed.get(target), leaves.device)
-            leaves &= ~left[self._ends(t)[1]]
-            if bool(leaves.any()):
+            cuts = drafts.transitions[t].cuts.long()
+            children = self._ends(t)[1][cuts]
+            # Children that leave with the edit receive nothing.
+            cuts = cuts[~drafts.layers[target].gone.to(cuts.device)[children]]
+            if len(cuts):
                 self.net.execution.require_sum("repair", [t])
-                found[t] = self._case(t, leaves)
+                found[t] = self._case(t, cuts, drafts.constants(self.net, t))
         return found
 
     def _ends(self, t: int) -> tuple[Tensor, Tensor]:
@@ -292,8 +303,14 @@ class _Transitions:
         topology = self.net.transitions[t].topology
         return topology.parents().long(), topology.child.long()
 
-    def _case(self, t: int, leaves: Tensor) -> Case:
-        """Returns the children of a transition that lose relations, given by bools."""
+    def _case(self, t: int, cuts: Tensor, folded: Tensor) -> Case:
+        """Returns the children of a transition that lose relations.
+
+        Args:
+            t: the transition.
+            cuts: the positions of the relations.
+            folded: what orphans leave to the biases, [nodes of the layer of the children].
+        """
         source, target = self.net.ends[t]
         name = f"layer {source} → layer {target}"
         recorder = next((one for one in self.recorders if one.layer == source), None)
@@ -304,8 +321,8 @@ class _Transitions:
         parents, children = self._ends(t)
         matrix = matrix_of(self.net, t)
         leaving = torch.zeros_like(matrix.absent)
-        leaving[children[leaves], parents[leaves]] = True
-        return Case.of(name, recorder, matrix, leaving, children[leaves].unique())
+        leaving[children[cuts], parents[cuts]] = True
+        return Case.of(name, recorder, matrix, leaving, children[cuts].unique(), folded)
 
     def _cells(self, t: int, touched: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the positions of the relations of some children, and the cells that they are in
@@ -320,7 +337,8 @@ class _Transitions:
     def write(self, cases: dict[int, Case], found: dict[int, Tensor]) -> None:
         """Assigns the weights and biases of transitions.
 
-        What several transitions add to the bias of one child is added up.
+        What several transitions add to the bias of one child is added up. The commit adds what
+        orphans leave to it.
         """
         added: dict[int, Tensor] = {}
         for t, case in cases.items():
@@ -331,21 +349,13 @@ class _Transitions:
             target = self.net.ends[t][1]
             biases = self.net.layers[target].biases.detach().double()
             total = added.setdefault(target, torch.zeros_like(biases))
-            total[case.children] += found[t][:, -1] - case.weights[:, -1]
+            gained = found[t][:, -1] - case.weights[:, -1] - case.folded
+            total[case.children] += torch.where(case.free[:, -1], gained, 0)
         for target, change in added.items():
             layer = self.net.layers[target]
-            # Frozen ones did not change.
             chosen = (change != 0).nonzero().squeeze(1)
             values = (layer.biases.detach().double() + change)[chosen]
             self.edit.assign(layer[chosen.cpu()], values)
-
-
-def _bits(count: int, positions: Tensor | None, device: torch.device) -> Tensor:
-    """Returns bools, True at some positions."""
-    found = torch.zeros(count, dtype=torch.bool, device=device)
-    if positions is not None:
-        found[positions.long().to(device)] = True
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,7 +370,7 @@ class _Readers:
         """Returns those that lose something, by the names of their weights."""
         gone: dict[int, np.ndarray] = {}
         names: dict[str, None] = {}
-        removed = self.edit.removals._rows_by_layer()
+        removed = self.edit._with_orphans().removed_rows(self.net.layers)
         # What else changes with the readers is known once values were compared.
         self.net.prove(self.net.spaces[number] for number in removed)
         for number, rows in removed.items():
@@ -369,7 +379,8 @@ class _Readers:
             if problem:
                 raise EditError(problem)
             names.update(dict.fromkeys(space.readers))
-            gone[space._atom] = _bits(len(space), rows, torch.device("cpu")).numpy()
+            gone[space._atom] = np.zeros(len(space), dtype=bool)
+            gone[space._atom][rows.numpy()] = True
         wishes = self.edit._all_wishes()
         for name, wish in wishes.items():
             if wish.cut:
@@ -425,7 +436,7 @@ class _Readers:
             )
         leaving = torch.cat([leaving, torch.zeros_like(leaving[:, :1])], 1)
         is_repeated = linear.path in net._typed.repeated
-        return Case.of(name, recorder, matrix, leaving, touched, is_repeated)
+        return Case.of(name, recorder, matrix, leaving, touched, is_repeated=is_repeated)
 
     def write(self, cases: dict[str, Case], found: dict[str, Tensor]) -> None:
         """Assigns the weights and biases of modules."""

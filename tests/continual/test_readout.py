@@ -499,3 +499,20 @@ def test_an_edit_assigns_what_is_solved_for_those_that_stay(density: float) -> N
     torch.testing.assert_close(one.layers[2].biases, other.layers[2].biases)
     one.undo()
     assert torch.equal(one(batch()[0]), before)
+
+
+@pytest.mark.parametrize("fold_bias", [False, True])
+def test_orphans_leave_what_an_edit_solves(fold_bias: bool) -> None:
+    nets = [make_net(), make_net()]
+    for inside, net in zip((True, False), nets, strict=True):
+        readout = watching(net)
+        with net.edit(reason="narrow") as edit:
+            edit.cut(net.layers[1][[0, 5, 7]].incoming())
+            edit.remove_orphans(fold_bias=fold_bias)
+            if inside:
+                readout.solve(edit)
+        if not inside:
+            readout.solve()
+    one, other = nets
+    torch.testing.assert_close(matrix(one, 1), matrix(other, 1), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(one.layers[2].biases, other.layers[2].biases)

@@ -1,5 +1,7 @@
 """Tests of repair on nets, beside least squares over the rows themselves."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ import grapnet as gn
 from grapnet.errors import EditError, GrapNetError, PlanError, StaleError
 from grapnet.rules import (
     Budget,
+    CovarianceSifter,
     GramRecorder,
     PruneNodes,
     RuleContext,
@@ -84,7 +87,7 @@ def matrix(net: gn.GrapNet, t: int) -> tuple[Tensor, Tensor]:
     return found, exists
 
 
-def remove(net: gn.GrapNet, recorders: list[GramRecorder], *nodes, **settings) -> None:
+def remove(net: gn.GrapNet, recorders: Any, *nodes, **settings) -> None:
     """Removes nodes and repairs."""
     with net.edit() as edit:
         for some in nodes:
@@ -223,6 +226,113 @@ class TestPartialWirings:
         with net.edit() as edit:
             assert repair(net, edit, []) == ()
         assert net.version == 0
+
+
+class TestOrphans:
+    """Nodes 0 to 3 of layer 1 lose all parents, and node 2 of layer 2 all others."""
+
+    @staticmethod
+    def remove_orphans(net: gn.GrapNet, edit: gn.Edit, fold_bias: bool = False) -> None:
+        edit.cut(net.layers[1][:4].incoming())
+        edit.cut(net.layers[1][4:].outgoing() & net.layers[2][[2]].incoming())
+        edit.remove_orphans(fold_bias=fold_bias)
+
+    @staticmethod
+    def weights_of_least_squares(net: gn.GrapNet) -> list[Tensor]:
+        """Returns what readers of layers 1 and 2 get over the nodes that stay, biases last."""
+        stays = {0: list(range(6)), 1: list(range(4, 12)), 2: [0, 1, 3, 4, 5, 6, 7], 3: [0, 1, 2]}
+        found = []
+        added = torch.zeros(3, dtype=torch.float64)
+        for t in range(1, len(net.ends)):
+            source, target = net.ends[t]
+            rows = rows_of(net, source)
+            weights, _ = matrix(net, t)
+            columns = [*stays[source], len(weights[0]) - 1]
+            gone = [c for c in range(len(weights[0])) if c not in columns]
+            missing = rows[:, gone] @ weights[:, gone].t()
+            # Some column is 0 in all rows, which the default driver does not take.
+            change = torch.linalg.lstsq(rows[:, columns], missing, driver="gelsd").solution.t()
+            found.append((weights[:, columns] + change)[stays[target]])
+            if target == 3:
+                added += change[:, -1]
+        # All transitions to the outputs add to their biases.
+        for t in range(1, len(net.ends)):
+            if net.ends[t][1] == 3:
+                found[t - 1][:, -1] = net.layers[3].biases.detach() + added
+        return found
+
+    @pytest.mark.parametrize("fold_bias", [False, True])
+    @pytest.mark.parametrize("skips", [[], [(1, 3)]])
+    @pytest.mark.parametrize("repairs", [True, False])
+    def test_readers_get_the_weights_of_least_squares(self, fold_bias, skips, repairs):
+        net = make(skips=skips)
+        expected = self.weights_of_least_squares(net)
+        recorders = watched(net, 1, 2)
+        with net.edit() as edit:
+            self.remove_orphans(net, edit, fold_bias)
+            if repairs:
+                done = repair(net, edit, recorders, damping=0.0)
+                # The child that leaves is not solved for.
+                assert [one.children for one in done] == [7, 3, 3][: len(expected)]
+                assert all(one.left < one.lost for one in done)
+        assert net.sizes == [6, 8, 7, 3]
+        for t, best in enumerate(expected, 1):
+            found, _ = matrix(net, t)
+            assert torch.allclose(found, best, atol=1e-8, rtol=1e-8) == repairs
+        gn.check(net)
+
+    def test_those_of_a_sifter_are_repaired_as_removed_nodes_are(self):
+        sifter = CovarianceSifter()
+        net = make()
+        recorders = {**sifter.recorders(net), **gram_recorders(net)}
+        for recorder in recorders.values():
+            recorder.arm(net)
+        before = net(data()).detach()
+        for recorder in recorders.values():
+            recorder.disarm()
+        outputs = []
+        for repairs in (False, True):
+            with net.edit() as edit:
+                sifter(net, edit, RuleContext(evidence=recorders))
+                if repairs:
+                    (done,) = repair(net, edit, recorders)
+                    assert (done.reader, done.children) == ("layer 2 → layer 3", 3)
+            outputs.append(net(data()).detach())
+            assert net.sizes == [6, 12, 4, 3]
+            assert edit.receipt is not None
+            gone = edit.receipt.change.layers[2].index.removed
+            net.undo()
+            remove(net, recorders, net.layers[2][gone])
+            removed = net(data())
+            net.undo()
+        sifted, repaired = outputs
+        assert torch.equal(repaired, removed)
+        assert (repaired - before).square().sum() < 0.5 * (sifted - before).square().sum()
+
+    def test_undo_gives_the_outputs_back_bit_for_bit(self):
+        net = make()
+        before = net(data())
+        recorders = watched(net, 1, 2)
+        with net.edit() as edit:
+            self.remove_orphans(net, edit, fold_bias=True)
+            repair(net, edit, recorders)
+        net.undo()
+        assert torch.equal(net(data()), before)
+
+    def test_the_readers_of_orphans_need_evidence(self):
+        net = make()
+        recorders = watched(net, 1)
+        cut = net.layers[2][[2]].incoming()
+        with net.edit(trial=True) as edit:
+            edit.cut(cut)
+            edit.remove_orphans()
+            with pytest.raises(EditError):
+                repair(net, edit, recorders)
+        # the control: without the orphan no reader of layer 2 loses anything
+        with net.edit() as edit:
+            edit.cut(cut)
+            (done,) = repair(net, edit, recorders)
+        assert done.children == 1
 
 
 class TestRefusals:

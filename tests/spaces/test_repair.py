@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import grapnet as gn
 from grapnet.errors import EditError, StaleError
-from grapnet.rules import GramRecorder, gram_recorders, repair
+from grapnet.rules import CovarianceSifter, GramRecorder, RuleContext, gram_recorders, repair
 from grapnet.spaces import Example
 
 
@@ -198,6 +198,70 @@ def test_cut_and_frozen_relations():
         torch.testing.assert_close(found[child], expected[stays], atol=1e-8, rtol=1e-8)
     assert torch.equal(found[:, 2], before[:, 2])
     assert int((found == 0).sum()) == 6
+
+
+@pytest.mark.parametrize("repairs", [True, False])
+def test_orphans_leave_the_least_squares_of_their_readers(repairs):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3)]
+    model = nn.Sequential(*layers).double()
+    x = torch.randn(100, 4).double()
+    net = gn.adopt(model, x)
+    first = net.space("0")
+    second = net.space("2")
+    expected = []
+    for path, stays in (("2", [2, 3, 4, 5, 6, 7, 8, 9]), ("4", [0, 1, 2, 3, 4, 6])):
+        rows = with_one(inputs_of(model, path, x))
+        target = rows @ matrix(model.get_submodule(path)).t()
+        expected.append(torch.linalg.lstsq(rows[:, stays], target).solution.t())
+    evidence = watched(net, model, x, "0", "2")
+    with net.edit() as edit:
+        edit.cut(first[[0, 1]].incoming())
+        # Node 5 is left with parents that leave.
+        edit.cut(first[2:].outgoing(to=second[[5]]))
+        edit.remove_orphans()
+        if repairs:
+            done = repair(net, edit, evidence, damping=0.0)
+            assert [one.children for one in done] == [5, 3]
+    assert (len(first), len(second)) == (7, 5)
+    expected[0] = expected[0][:5]
+    for path, best in zip(("2", "4"), expected, strict=True):
+        found = matrix(model.get_submodule(path))
+        assert torch.allclose(found, best, atol=1e-8, rtol=1e-8) == repairs
+
+
+def test_orphans_of_a_sifter_are_repaired_as_removed_nodes_are():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(8, 3, 1)).double().eval()
+    x = torch.randn(20, 2, 7, 7).double()
+    net = gn.adopt(model, x)
+    sifter = CovarianceSifter(transitions=["2"])
+    evidence = {**sifter.recorders(net), **gram_recorders(net)}
+    for recorder in evidence.values():
+        recorder.arm(net)
+    before = model(x).detach()
+    for recorder in evidence.values():
+        recorder.disarm()
+    space = net.space("2")
+    outputs = []
+    for repairs in (False, True):
+        with net.edit() as edit:
+            sifter(net, edit, RuleContext(evidence=evidence))
+            if repairs:
+                (done,) = repair(net, edit, evidence)
+                assert done.children == 3
+        outputs.append(model(x).detach())
+        assert len(space) == 4
+        assert edit.receipt is not None
+        gone = edit.receipt.change.layers[space.index].index.removed
+        net.undo()
+        remove(net, evidence, space[gone])
+        removed = model(x).detach()
+        net.undo()
+    sifted, repaired = outputs
+    assert torch.equal(repaired, removed)
+    assert (repaired - before).square().sum() < (sifted - before).square().sum()
 
 
 def test_a_reader_in_the_layout_of_transformers():
