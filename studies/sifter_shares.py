@@ -1,16 +1,16 @@
 """How much a sifter may cut: accuracy against the share of the relations that go, from 10 to 95 %.
 
 The rule of the paper cuts the children that a family hardly moves with. Beside it stand two other
-scores for the same cuts, the magnitude of the weights and random numbers, each with repair and
-without: repair gives the relations that are left, layer by layer, the weights that best keep what
-the children received from the training rows before the cut. Where one layer loses nodes, that is
-`grapnet.rules.repair`. Here several do, and orphans leave at the end of an edit, so layers are
-solved one after the other when the cut is over, always for what the uncut net had.
+scores for the same cuts, the magnitude of the weights and random numbers, each alone and with one
+of two ways to give the relations that are left the weights that best keep what the children
+received from the training rows. Repair is `grapnet.rules.repair`, in the edit that cuts: it solves
+every layer for what it received before. A refit follows the edit: `ClosedFormReadout` solves one
+layer after the other, each with what the solved layers before it send.
 
 The nets on Breast Cancer and Wine are those of Table 4 with 20 nodes in a family instead of 8 and
 6, so that every share is a whole number of a family's children; on 7×7 Fashion-MNIST it is the net
 of the sifter study. Settings are those of these two studies; splits and seeds are others. The
-damping of the repair is chosen on training rows that it does not solve for.
+dampings of repairs and refits are chosen on training rows that are held out.
 """
 
 import copy
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import grapnet as gn
 from grapnet.continual import ClosedFormReadout
-from grapnet.rules import CovarianceSifter, Rule
+from grapnet.rules import CovarianceSifter, Recorder, Rule, RuleContext, gram_recorders, repair
 
 from . import sifter, tabular
 from .data import Images
@@ -37,9 +37,11 @@ from .tables import grid, spread
 
 SCORES = {"covariance": "covariance (the paper's)", "weight": "magnitude", "random": "random"}
 REPAIRED = " + repair"
+REFITTED = " + refit"
 ROWS = {  # in the order of the tables
-    **SCORES,
-    **{f"{name}{REPAIRED}": f"{title}{REPAIRED}" for name, title in SCORES.items()},
+    name + mended: title + mended
+    for mended in ("", REPAIRED, REFITTED)
+    for name, title in SCORES.items()
 }
 CONTRASTS = (  # which of two rows
     ("random + repair", "random"),
@@ -47,23 +49,32 @@ CONTRASTS = (  # which of two rows
     ("covariance + repair", "covariance"),
     ("weight + repair", "weight"),
     ("covariance + repair", "random + repair"),
+    ("random + refit", "random"),
+    ("covariance + refit", "covariance"),
+    ("covariance + refit", "covariance + repair"),
     ("covariance", "random"),
     ("weight", "random"),
 )
 FASHION = "7×7 Fashion-MNIST"
 SETS = (*tabular.LAYOUTS, FASHION)
 SIGNIFICANT = 0.01  # the largest p that counts as one
-REACHED = dict.fromkeys(tabular.LAYOUTS, 0.9)  # share from which repair has to be ahead
+REACHED = dict.fromkeys(tabular.LAYOUTS, 0.9)  # share from which mended nets have to be ahead
+BARS = (
+    "random + repair − random",
+    "covariance + repair − covariance",
+    "random + refit − random",
+    "covariance + refit − covariance",
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Sifters with and without repair, in the middle of training."""
+    """Sifters alone, with repair and with a refit, in the middle of training."""
 
     shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
     trained: tuple[float, ...] = (0.5, 0.8, 0.95)  # shares after which training goes on
     size: int = 20  # nodes of a family on the tabular sets, and its children
-    # to choose from, times the mean square of a feature, summed over the samples
+    # for a refit, times the mean square of a feature, summed over the samples
     dampings: tuple[float, ...] = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
     # splits beside each seed's own; only after that one training goes on
     further: int = 4
@@ -133,17 +144,18 @@ def _curves(
     left = []
     for share in settings.shares:
         cut = net
-        for name in SCORES:
+        for row in ROWS:
             cut = copy.deepcopy(net)
-            rule = _rule(name, share)
+            rule = _rule(row.partition(" + ")[0], share)
+            if row.endswith(REPAIRED):
+                rule = Repaired(rule)
             sift(rule, plan.train[0], seed=plan.seed)(cut, torch.optim.SGD(cut.parameters()))
-            mended = copy.deepcopy(cut)
-            repair(mended, received, settings.dampings)
-            for row, one in ((name, cut), (f"{name}{REPAIRED}", mended)):
-                edited[row].append(accuracy(one, plan.test))
-                if after and share in settings.trained:
-                    _train(one, plan, after)
-                    later[row].append(accuracy(one, plan.test))
+            if row.endswith(REFITTED):
+                refit(cut, received, settings.dampings)
+            edited[row].append(accuracy(cut, plan.test))
+            if after and share in settings.trained:
+                _train(cut, plan, after)
+                later[row].append(accuracy(cut, plan.test))
         left.append(cut.count().relations / whole)
     found = {
         "before": accuracy(net, plan.test),
@@ -153,6 +165,25 @@ def _curves(
     if after:
         found |= {"none": accuracy(trained, plan.test), "after": later}
     return found
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A rule that repairs in the same edit what another one cuts."""
+
+    rule: Any
+
+    def recorders(self, net: gn.GrapNet) -> dict[str, Recorder]:
+        """Returns those of the rule and of the repair."""
+        found: dict[str, Recorder] = dict(gram_recorders(net))
+        if hasattr(self.rule, "recorders"):
+            found.update(self.rule.recorders(net))
+        return found
+
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
+        """Lets the rule write its cuts, and repairs."""
+        self.rule(net, edit, context)
+        repair(net, edit, context.evidence)
 
 
 def _rule(name: str, share: float) -> Rule:
@@ -198,15 +229,15 @@ class Received:
         return self.sums[layer - 1][:, columns]
 
 
-def repair(net: gn.GrapNet, received: Received, dampings: Sequence[float]) -> None:
+def refit(net: gn.GrapNet, received: Received, dampings: Sequence[float]) -> None:
     """Gives relations and biases the weights that best keep what nodes received before an edit.
 
     Layers are solved one after the other, each with the outputs of those before it as they are.
     """
-    for layer in range(1, len(net.layers) - 1):
-        wanted = received.of_nodes(layer + 1, net.layers[layer + 1].uids)
+    for source, target in net.ends[1:]:
+        wanted = received.of_nodes(target, net.layers[target].uids)
         held_out = torch.arange(len(wanted)) % 4 == 0
-        trial = ClosedFormReadout(net, layer)
+        trial = ClosedFormReadout(net, source)
         features = trial.features(received.x)
         scale = float(features.square().mean()) * len(features)
         trial.add(features[~held_out], wanted[~held_out])
@@ -219,7 +250,7 @@ def repair(net: gn.GrapNet, received: Received, dampings: Sequence[float]) -> No
             if lost < least:
                 best = damping
                 least = lost
-        readout = ClosedFormReadout(net, layer, ridge=best * scale)
+        readout = ClosedFormReadout(net, source, ridge=best * scale)
         readout.add(features, wanted)
         readout.solve()
 
@@ -361,7 +392,7 @@ def missed(result: dict[str, Any]) -> list[str]:
     """Returns one line for every bar that the result misses."""
     lines = []
     for name, share in REACHED.items():
-        for contrast in ("random + repair − random", "covariance + repair − covariance"):
+        for contrast in BARS:
             start = result["summary"]["sets"][name]["contrasts"][contrast]["from"]
             if start is None or start > share:
                 lines.append(
@@ -382,11 +413,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         figure.subplots(1, len(SETS)), result["summary"]["sets"].items(), strict=True
     ):
         for row, words in ROWS.items():
-            style = "--"
-            if row.endswith(REPAIRED):
-                style = "-"
+            score, _, mended = row.partition(" + ")
+            style = {"": ":", "repair": "--", "refit": "-"}[mended]
             means = [mean for mean, _ in one["edited"][row]]
-            colour = colours[row.removesuffix(REPAIRED)]
+            colour = colours[score]
             axes.plot(shares, means, style, color=colour, label=words)
         axes.axhline(one["before"][0], color="black", linewidth=0.5)
         axes.set_title(name, fontsize=9)
