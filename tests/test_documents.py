@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import statistics
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli._main import commands, main
 from grapnet.execution._manager import BACKENDS
-from studies import run, sifter_shares
+from studies import one_shot_gpt, run, sifter_shares
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -408,6 +408,8 @@ def numbers(text: str) -> set[str]:
     }
 
 
+PUBLISHED_PRUNING = "tools/results/published_pruning.json"
+
 # Those of the paper, and others once they have a result.
 COMMITTED = [*run.STUDIES]
 COMMITTED += [name for name in run.FURTHER if (ROOT / f"results/{name}.json").exists()]
@@ -420,6 +422,10 @@ def test_the_page_of_studies_shows_the_committed_results(study):
     section = section_of(study)
     page = run.markdown([report])
     recorded = f" {json.dumps(result['settings'])} {result.get('seconds')} "
+    if study == "one_shot_gpt":
+        # The section also tells of the model that the comparison with published code is of.
+        compared = json.loads((ROOT / PUBLISHED_PRUNING).read_text())
+        recorded += f"{compared['settings']['training']['steps']} {compared['dense']:.3f} "
     assert unsupported(section, page, recorded) == []
     listed = re.findall(r"^- (.*)$", section, flags=re.MULTILINE)
     assert listed == report.missed  # every bar that was missed, and none that was reached
@@ -481,6 +487,18 @@ def test_every_promise_has_a_command_that_exists():
     assert [path for _, _, path in rows if not (ROOT / path).exists()] == []
     assert not can_run("pytest tests/core/test_nothing.py")
     assert not can_run("make nothing")
+
+
+def test_the_command_of_the_comparison_with_published_pruning_has_the_settings_of_its_file():
+    recorded = json.loads((ROOT / PUBLISHED_PRUNING).read_text())
+    rows = promises((ROOT / "docs/promises.md").read_text())
+    (command,) = [command for _, command, path in rows if path == PUBLISHED_PRUNING]
+    steps = re.search(r"--steps (\d+)", command)
+    assert steps is not None
+    settings = one_shot_gpt.Settings(training=one_shot_gpt.Training(steps=int(steps[1])))
+    assert json.loads(json.dumps(asdict(settings))) == recorded["settings"]
+    own = command.replace("FILE", PUBLISHED_PRUNING)
+    assert own in (ROOT / "studies/README.md").read_text()
 
 
 def test_a_number_that_was_not_measured_is_noticed():
