@@ -75,11 +75,11 @@ study-fast: export OMP_NUM_THREADS = 1
 study-fast: .venv/.test ## run the fast form of every study, in seconds; the tests do so as well
 	$(BIN)/python -m studies.run --fast
 
-studies: .venv/.test ## run every study in full, for hours, resuming from build/studies, and write results/
+studies: .venv/.test ## run the paper's studies in full, for hours, resuming from build/studies, write results/ and check every bar
 	$(BIN)/python -m studies.run --results results
 	$(BIN)/python -m studies.run --read results --check
 
-tables: .venv/.test ## set the committed results beside the paper's figures and check every bar
+tables: .venv/.test ## set the committed results beside the paper's figures and name every bar that one misses
 	$(BIN)/python -m studies.run --read results --check --markdown build/tables.md
 
 docs: .venv/.docs ## build the documentation into site/

@@ -2,7 +2,7 @@
 
     python -m studies.run --fast                            # all of them, in seconds
     python -m studies.run localization --results results    # one in full, and its JSON
-    python -m studies.run --read results --check            # the paper's figures beside ours
+    python -m studies.run --read results --check            # every result, and the bars it misses
 
 A study is a module of this folder with
 - `Settings`, a frozen dataclass with a comment for each field, `seeds` among them, and `FAST`,
@@ -244,6 +244,14 @@ class Report:
         return sum(judged), len(judged), len(self.rows) - len(judged)
 
 
+def recorded(folder: Path) -> list[str]:
+    """Returns the studies that a folder of results is judged by: those of the paper, and others
+    once they have a result there.
+    """
+    others = [name for name in FURTHER if (folder / f"{name}.json").exists()]
+    return [*STUDIES, *others]
+
+
 def report(name: str, folder: Path) -> Report:
     """Reads the result of a study in a folder and judges it."""
     path = folder / f"{name}.json"
@@ -413,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "studies",
         nargs="*",
         metavar="STUDY",
-        help=f"by default {', '.join(STUDIES)}; if named also {', '.join(FURTHER)}",
+        help=f"by default {', '.join(STUDIES)}; run only if named: {', '.join(FURTHER)}",
     )
     parser.add_argument(
         "--fast", action="store_true", help="show in seconds that it works; reaches no bar"
@@ -430,7 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--read",
         type=Path,
         metavar="FOLDER",
-        help="run nothing: set the results there beside the paper",
+        help="run nothing: set the results there beside the paper; by default all that it has",
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed")
     parser.add_argument("--check", action="store_true", help="exit 1 where a bar was missed")
@@ -438,14 +446,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = (*STUDIES, *FURTHER)
     if unknown := [name for name in given.studies if name not in known]:
         parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(known)}")
-    names = given.studies or STUDIES
     if given.read:
-        reports = [report(name, given.read) for name in names]
+        reports = [report(name, given.read) for name in given.studies or recorded(given.read)]
         text = markdown(reports)
         print(text, end="")
     else:
         try:
-            reports = list(_run_all(names, given))
+            reports = list(_run_all(given.studies or STUDIES, given))
         except KeyboardInterrupt:
             print(f"interrupted; finished seeds of full runs are in {CACHE}", file=sys.stderr)
             return INTERRUPTED

@@ -410,9 +410,7 @@ def numbers(text: str) -> set[str]:
 
 PUBLISHED_PRUNING = "tools/results/published_pruning.json"
 
-# Those of the paper, and others once they have a result.
-COMMITTED = [*run.STUDIES]
-COMMITTED += [name for name in run.FURTHER if (ROOT / f"results/{name}.json").exists()]
+COMMITTED = run.recorded(ROOT / "results")
 
 
 @pytest.mark.parametrize("study", COMMITTED)
@@ -432,7 +430,7 @@ def test_the_page_of_studies_shows_the_committed_results(study):
 
 
 def test_the_page_of_studies_counts_the_figures_that_came_out():
-    overview = run.overview([run.report(name, ROOT / "results") for name in run.STUDIES])
+    overview = run.overview([run.report(name, ROOT / "results") for name in COMMITTED])
     assert overview in (ROOT / "docs/studies.md").read_text()
 
 

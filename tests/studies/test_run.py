@@ -19,9 +19,6 @@ from studies.statistics import Paired, paired, summary
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "results"
-# Those of the paper, and others once they have a result.
-COMMITTED = [*run.STUDIES]
-COMMITTED += [name for name in run.FURTHER if (RESULTS / f"{name}.json").exists()]
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,9 @@ def numbers(found: object) -> list:
     return [found]
 
 
-@pytest.mark.parametrize("name", [name for name in COMMITTED if name != "tiny_transformer"])
+@pytest.mark.parametrize(
+    "name", [name for name in run.recorded(RESULTS) if name != "tiny_transformer"]
+)
 def test_the_committed_summary_is_that_of_the_committed_seeds(name):
     result = json.loads((RESULTS / f"{name}.json").read_text())
     module = run.study(name)
@@ -236,6 +235,17 @@ def test_check_names_what_is_missing_missed_or_made_otherwise(tmp_path, capsys):
     assert "epochs 2 instead of 12" in captured.err
     assert "- **MISSED** gradient holds 1024" in captured.out
     assert run.main([*names, "--read", str(tmp_path)]) == 0  # without --check nothing is asked
+
+
+def test_reading_a_folder_judges_every_study_that_has_a_result_there(tmp_path, capsys):
+    result = json.loads((RESULTS / "heads_and_layers.json").read_text())
+    (tmp_path / "heads_and_layers.json").write_text(json.dumps(result))
+    assert run.main(["--read", str(tmp_path), "--check"]) == 1
+    errors = capsys.readouterr().err
+    for line in run.study("heads_and_layers").missed(result):
+        assert f"MISSED heads_and_layers: {line}" in errors
+    assert "MISSED localization" in errors  # of the paper, and without a result
+    assert "MISSED growth" not in errors
 
 
 def seeds_with(name: str, values: list) -> tuple[Figure, list[dict]]:
