@@ -6,24 +6,23 @@ set is seen before the accuracy is reported.
 
 - nodes: random ones or those of the smallest norm (of activation and outgoing weights), without
   repair and with it; a column subset with repair; and elimination with repair;
-- relations: random ones; the smallest and Wanda's, without repair and with it; the surgeon's (OBS);
-  and by alternating steps.
+- relations: random ones; the smallest and Wanda's, without repair and with it; the surgeon's (OBS),
+  as its sweep leaves them and solved for once more; and by alternating steps.
 
 The pruned net is undone each time, and its logits are compared bit for bit. At the largest but one
-share of relations, it is also trained for one epoch more, beside the dense net.
+share of relations, nets that are cut at random, by magnitude without repair and with it, and by
+alternating steps are trained for one epoch more, as the dense net is.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.rules import MeanActivation, NodeNorm, PruneWeakest
+from grapnet.rules import OBS, MeanActivation, NodeNorm, PruneWeakest
 
 from . import learning
 from .data import Images, downsample, fashion_images, normalise
@@ -39,11 +38,13 @@ RELATIONS = (
     "wanda",
     "wanda, repaired",
     "obs",
+    "obs, solved",
     "alternating",
 )
+TRAINED_ON = ("dense", "random", "magnitude", "magnitude, repaired", "alternating")
 # The largest loss of accuracy in points, of the best criterion: by nodes and by relations.
 BARS = {"nodes": (0.3, 0.7, 2.7), "relations": (0.7, 3.3, 9.5)}
-TRAINED = 0.5  # points below the dense net after one more epoch
+TRAINED = 0.5  # points of alternating steps below the dense net after one more epoch
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     net = gn.GrapNet([train[0].shape[1], *settings.hidden, 10], generator=generator)
     optimizer = torch.optim.Adam(net.parameters(), settings.rate)
     gn.attach(optimizer, net)
-    learn = partial(learning.train, images=train, batch=settings.batch)
-    learn(net, optimizer, epochs=settings.epochs, order=generator)
+    learning.train(
+        net, optimizer, train, batch=settings.batch, epochs=settings.epochs, order=generator
+    )
     order = torch.randperm(len(train[0]), generator=generator)
     rows = train[0][order[: settings.rows]]
     found: dict[str, Any] = {"dense": accuracy(net, test), "nodes": {}, "relations": {}}
@@ -94,7 +96,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
                 pruning.undo()
                 undone &= torch.equal(before, _logits(net, test))
     found["undone bit for bit"] = undone
-    found["trained on"] = _trained_on(settings, net, optimizer, learn, test, rows, seed)
+    found["trained on"] = _trained_on(settings, net, optimizer, train, test, rows, seed)
     return found
 
 
@@ -127,35 +129,47 @@ def _pruned(
     generator: torch.Generator,
 ) -> Any:
     """Prunes a net and returns the way back."""
-    name, _, repaired = criterion.partition(", ")
-    by: Any = Norm("rms") if name == "norm" else name
+    name, _, after = criterion.partition(", ")
+    by: Any = name
+    if name == "norm":
+        by = Norm("rms")
+    elif after == "solved":
+        by = OBS(solve=True)
     settings: dict[str, Any] = {"generator": generator, "progress": False}
+    is_repaired = after == "repaired"
     if kind == "nodes":
-        is_repaired = bool(repaired) or name in ("subset", "elimination")
+        is_repaired = is_repaired or name in ("subset", "elimination")
         return gn.prune(net, [rows], nodes=share, by=by, repair=is_repaired, **settings)
-    scope = "child" if by == "wanda" else "transition"
+    scope = "child" if name == "wanda" else "transition"
     rule = PruneWeakest(share, by=by, transitions=(0, 1), scope=scope)
-    return gn.prune(net, [rows], relations=rule, repair=bool(repaired), **settings)
+    return gn.prune(net, [rows], relations=rule, repair=is_repaired, **settings)
 
 
 def _trained_on(
     settings: Settings,
     net: gn.GrapNet,
     optimizer: torch.optim.Optimizer,
-    learn: Callable[..., None],
+    train: Images,
     test: Images,
     rows: Tensor,
     seed: int,
 ) -> dict[str, float]:
-    """Returns accuracies after one epoch more: of the dense net, and with relations cut."""
+    """Returns accuracies after one epoch more, on the same batches: of the dense net, and with
+    relations cut.
+    """
     share = settings.relations[-2]
-    dense = copy.deepcopy(net)
-    other = torch.optim.Adam(dense.parameters(), settings.rate)
-    other.load_state_dict(optimizer.state_dict())
-    learn(dense, other, epochs=1, order=torch.Generator().manual_seed(seed))
-    _pruned(net, rows, "relations", share, "alternating", torch.Generator().manual_seed(seed))
-    learn(net, optimizer, epochs=1, order=torch.Generator().manual_seed(seed))
-    return {"share": share, "dense": accuracy(dense, test), "pruned": accuracy(net, test)}
+    found = {"share": share}
+    for criterion in TRAINED_ON:
+        one = copy.deepcopy(net)
+        own = torch.optim.Adam(one.parameters(), settings.rate)
+        own.load_state_dict(optimizer.state_dict())
+        gn.attach(own, one)
+        if criterion != "dense":
+            _pruned(one, rows, "relations", share, criterion, torch.Generator().manual_seed(seed))
+        order = torch.Generator().manual_seed(seed)
+        learning.train(one, own, train, batch=settings.batch, epochs=1, order=order)
+        found[criterion] = accuracy(one, test)
+    return found
 
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -174,14 +188,14 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
                     "difference": paired(reached, dense)._asdict(),
                 }
         found[kind] = rows
-    after = [one["trained on"] for one in numbers]
-    found["trained on"] = {
-        "dense": summary([one["dense"] for one in after]),
-        "pruned": summary([one["pruned"] for one in after]),
-        "difference": paired(
-            [one["pruned"] for one in after], [one["dense"] for one in after]
-        )._asdict(),
-    }
+    after = {name: [one["trained on"][name] for one in numbers] for name in TRAINED_ON}
+    found["trained on"] = {}
+    for name, reached in after.items():
+        found["trained on"][name] = {
+            "accuracy": summary(reached),
+            "difference": paired(reached, after["dense"])._asdict(),
+            "against alternating": paired(reached, after["alternating"])._asdict(),
+        }
     return found
 
 
@@ -197,18 +211,25 @@ def table(result: dict[str, Any]) -> str:
             cells = [spread(one["accuracy"]) for one in row.values()]
             lines.append([f"{float(share):.0%}", *cells])
         parts.append(grid([f"{kind} that leave", *criteria], lines))
-    after = found["trained on"]
-    difference = after["difference"]
-    parts.append(
-        f"After one epoch more: dense {spread(after['dense'])}, pruned"
-        f" {spread(after['pruned'])}, difference {interval(difference)}"
-    )
+    lines = []
+    for name, one in found["trained on"].items():
+        differences = [_difference(one[key]) for key in ("difference", "against alternating")]
+        lines.append([name, spread(one["accuracy"]), *differences])
+    titles = ("after one epoch more", "accuracy", "− dense", "− alternating")
+    parts.append(grid(titles, lines))
     return "\n\n".join(parts)
+
+
+def _difference(found: dict[str, Any]) -> str:
+    """Returns a paired difference, or a dash for that of a net to itself."""
+    if found["std"] == 0:
+        return "–"
+    return f"{interval(found)}, p = {found['p']:.1e}"
 
 
 def missed(result: dict[str, Any]) -> list[str]:
     """Returns one line for every bar that is missed: losses of the best criterion, accuracy after
-    one epoch more, and undo.
+    alternating steps and one epoch more, and undo.
     """
     lines = []
     found = result["summary"]
@@ -217,7 +238,7 @@ def missed(result: dict[str, Any]) -> list[str]:
             best = max(one["difference"]["mean"] for one in row.values())
             if not best >= -bar:
                 lines.append(f"{kind}: {-best:.2f} points lost at {share}, at most {bar} allowed")
-    after = found["trained on"]["difference"]["mean"]
+    after = found["trained on"]["alternating"]["difference"]["mean"]
     if not after >= -TRAINED:
         lines.append(f"trained on: {-after:.2f} points below the dense net, at most {TRAINED}")
     for seed, numbers in result["seeds"].items():

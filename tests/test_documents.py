@@ -21,7 +21,7 @@ from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli._main import commands, main
 from grapnet.execution._manager import BACKENDS
-from studies import one_shot_gpt, run, sifter_shares
+from studies import one_shot, one_shot_gpt, run, sifter_shares
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -427,6 +427,13 @@ def test_the_page_of_studies_shows_the_committed_results(study):
     assert unsupported(section, page, recorded) == []
     listed = re.findall(r"^- (.*)$", section, flags=re.MULTILINE)
     assert listed == report.missed  # every bar that was missed, and none that was reached
+
+
+def test_the_guide_to_one_shot_shows_the_committed_accuracies():
+    result = json.loads((ROOT / "results/one_shot.json").read_text())
+    guide = (ROOT / "docs/guides/one-shot.md").read_text()
+    *before_training, _ = one_shot.table(result).split("\n\n")
+    assert [part for part in before_training if part not in guide] == []
 
 
 def test_the_page_of_studies_counts_the_figures_that_came_out():

@@ -18,16 +18,21 @@ def test_a_fast_run_prunes_repairs_and_undoes(result):
         assert half["elimination"] > half["random"]
         most = numbers["relations"]["0.8"]
         assert most["alternating"] > most["random"]
+        assert most["obs, solved"] > most["random"]
+        assert list(numbers["trained on"]) == ["share", *one_shot.TRAINED_ON]
     text = one_shot.table(result)
     assert "elimination" in text
     assert "wanda, repaired" in text
+    assert "obs, solved" in text
+    for name in one_shot.TRAINED_ON:
+        assert f"| {name} |" in text
 
 
 @pytest.mark.parametrize(
     ("place", "value", "named"),
     [
         (("seeds", "1", "undone bit for bit"), False, "seed 1"),
-        (("summary", "trained on", "difference", "mean"), -0.6, "0.60"),
+        (("summary", "trained on", "alternating", "difference", "mean"), -0.6, "0.60"),
     ],
 )
 def test_a_missed_bar_is_named(result, place, value, named):
