@@ -168,8 +168,9 @@ class PruneNodes:
             EditError: one of them cannot be pruned, or there is none.
         """
         found = self._candidates(net)
-        if self.spaces is None:
-            found = [layer for layer in found if not refusal_of(self.criterion, net, layer.index)]
+        if self.spaces is not None:
+            return found
+        found = [layer for layer in found if not refusal_of(self.criterion, net, layer.index)]
         if not found:
             raise EditError(
                 "no space of this model can be pruned: all are pinned, frozen, under a norm, or"

@@ -91,7 +91,7 @@ def test_relations_leave_every_transition_and_those_that_stay_are_assigned(by):
         x = rows()
         expected = net(x).detach()
         before = [t.size for t in net.transitions]
-        rule = PruneWeakest(0.75, by=name, transitions=(0, 1))
+        rule = PruneWeakest(0.75, by=name, transitions=(0, 1), scope="transition")
         gn.prune(net, [x], relations=rule, repair=False)
         after = [t.size for t in net.transitions]
         assert after == [before[0] // 4, before[1] // 4, before[2]]
