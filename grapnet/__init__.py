@@ -35,5 +35,5 @@ else:
         api = _importlib.import_module("grapnet._api")
         names = {name: value for name, value in vars(api).items() if not name.startswith("_")}
         for name, value in names.items():
-            globals().setdefault(name, value)  # somebody may have replaced one
+            globals().setdefault(name, value)  # one may have been replaced
         return names

@@ -192,7 +192,7 @@ def restore_all(targets: Sequence[Target], undo: list[Revert] | None = None) -> 
         revert_all(undo)
         if target is None or not isinstance(error, Exception):
             raise
-        if isinstance(error, CheckpointError):  # a manager of rules says itself what does not fit
+        if isinstance(error, CheckpointError):  # a manager of rules names what does not fit
             raise CheckpointError(f"{target.field}: {error}") from None
         raise CheckpointError(
             f"{target.field}: its state does not fit the object ({error!r})"

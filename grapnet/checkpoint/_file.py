@@ -116,7 +116,7 @@ def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}")
     if not path.is_file():
         raise CheckpointError(f"container: {str(path)!r} is not a file")
-    with path.open("rb") as handle:  # raises what the system says when it may not be read
+    with path.open("rb") as handle:  # an unreadable file raises the error of the system
         # The container opens its file by name twice, and a save may rename another file into place
         # in between; the open handle's own name stays with one file.
         name = f"/dev/fd/{handle.fileno()}" if os.path.exists("/dev/fd") else os.fspath(path)

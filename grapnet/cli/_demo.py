@@ -1,7 +1,7 @@
 """`grapnet demo`: prunes, repairs, cuts, undoes, grows and saves an ordinary network.
 
-`tell` reads like a notebook: each chapter does one thing to the net, measures it before and after,
-and checks what must hold.
+`run_chapters` reads like a notebook: each chapter does one thing to the net, measures it before and
+after, and checks what must hold.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def resume(path: Path, device: Any) -> tuple[gn.GrapNet, Optimizer]:
     return net, optimizer
 
 
-def tell(folder: Path, learn: Images, test: Images) -> Iterator[Chapter]:
+def run_chapters(folder: Path, learn: Images, test: Images) -> Iterator[Chapter]:
     """Yields the chapters; each goes on with the net and the optimizer of those before it."""
     seen = learn.where(learn.y != UNSEEN)
     held = test.where(test.y != UNSEEN)
@@ -555,7 +555,7 @@ def run(given: argparse.Namespace) -> Outcome:
     torch.manual_seed(given.seed)
     given.out.mkdir(parents=True, exist_ok=True)
     chapters = []
-    for chapter in tell(given.out, *load(given.device)):
+    for chapter in run_chapters(given.out, *load(given.device)):
         print(f"{chapter.title}: done", file=sys.stderr)
         chapters.append(chapter)
     checks: dict[str, bool] = {}

@@ -157,7 +157,7 @@ def draw(net: gn.GrapNet, folder: Path, caption: str) -> str:
     for theme in ("light", "dark"):
         with plot.theme(theme):
             axes = plot.graph(net, ax=Figure((5.5, 4), layout="constrained").subplots())
-            axes.set_title("")  # the caption says it
+            axes.set_title("")  # it is the caption
             path = plot.save(axes, folder / f"graph-{theme}.png")
         data = base64.b64encode(path.read_bytes()).decode()
         sources[theme] = f"data:image/png;base64,{data}"

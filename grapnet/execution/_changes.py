@@ -1,4 +1,4 @@
-"""Tells whether coordinates may have changed since they were last read.
+"""Detects whether coordinates may have changed since they were last read.
 
 Torch counts most writes into a tensor, and a hook counts the steps of optimizers, whose fused
 kernels torch does not count.
@@ -13,12 +13,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from grapnet._torch import count_of_writes
 
-# numbers that tell one state of coordinates from another; None if there are none
+# Numbers that differ between two states of coordinates; None if there are none.
 State = tuple[int, ...] | None
 
 
 def state_of(parameter: nn.Parameter, frozen: Tensor | None = None) -> State:
-    """Returns numbers that differ once the coordinates may have changed; None if nothing tells."""
+    """Returns numbers that differ once the coordinates may have changed; None if there are none."""
     if getattr(parameter, "grapnet_is_unreported", False) or parameter.is_inference():
         return None
     steps = getattr(parameter, "grapnet_steps", 0)

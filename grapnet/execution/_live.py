@@ -168,7 +168,7 @@ def _plain_values(rectangle: Tensor, cell_of: Tensor, dtype: torch.dtype) -> Ten
 def _spread(
     rectangle: Tensor, values: Tensor, bits: Tensor, before: Tensor, order: Tensor | None
 ) -> Tensor:
-    """Returns the cells of a rectangle, [n], with values in those that a bit map tells.
+    """Returns the cells of a rectangle, [n], with values in those that a bit map marks.
 
     A compiler makes one kernel of it, which reads the bit map and the values.
     """

@@ -189,7 +189,7 @@ class CapturedStep(Generic[P, R]):
         Every commit does so.
 
         Args:
-            why: what `describe` tells about the next call.
+            why: the reason that `describe` gives for the next call.
         """
         self._recordings.clear()
         self._warm.clear()

@@ -557,7 +557,7 @@ class GramRecorder(NetRecorder[Products]):
 
     def _notice_writes(self) -> None:
         present = self._present_states()
-        # Nothing tells of writes to some Parameters.
+        # Writes to some Parameters are not counted.
         is_unknown = any(state is None for _, state in present)
         if present != self._states or is_unknown:
             self._writes += 1

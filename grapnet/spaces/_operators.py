@@ -86,7 +86,7 @@ def unused(tensors: Iterable[Tensor]) -> Axes:
     return [pinned(tensor.shape, "saved for the backward pass") for tensor in tensors]
 
 
-# Operators that compute element by element but have no tag that says so.
+# Operators that compute element by element and have no tag for it.
 rule("""
     bernoulli cauchy celu complex _conj_physical copy dropout elu empty_like exponential fill
     full_like _fused_dropout geometric hardshrink hardsigmoid hardswish hardtanh leaky_relu

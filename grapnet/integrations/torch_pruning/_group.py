@@ -47,7 +47,7 @@ class Target:
 
     @property
     def key(self) -> tuple[int, str]:
-        """What tells it apart from others."""
+        """What differs between groups."""
         return id(self.module), self.side
 
 

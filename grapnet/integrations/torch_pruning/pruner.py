@@ -499,5 +499,5 @@ class GrowingRegPruner(_RegularizingPruner):
 
 
 def _name(group: Group) -> tuple[str, ...]:
-    """Returns what tells a group apart from others, before and after edits."""
+    """Returns what identifies a group, before and after edits."""
     return tuple(space.name for space in group.spaces)
