@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,13 +15,14 @@ from grapnet.core._graph import Graph
 from grapnet.core._index_map import require_ranks
 from grapnet.core._layer import LiveNodes
 from grapnet.spaces._adopted import Adopted
+from grapnet.spaces._axes import ProductOf, SumOf, atoms_of
 from grapnet.spaces._costs import latency
+from grapnet.spaces._gates import kind_of
 from grapnet.spaces._space import Space
 
 from ._criteria import WINDOW, Choice, as_criterion, chosen, refusal_of, scored
 from ._elimination import Elimination
 from ._node_criteria import NODES
-from ._prunable import frozen_tensor, multiple_of_nodes, prunable, size_at_adoption
 from ._rule import Layers, Recorder, RuleContext, as_names, gone_relations
 from ._scopes import (
     Comparison,
@@ -31,6 +33,8 @@ from ._scopes import (
     require_scope,
 )
 
+# For every model the kinds of its spaces, and whether the model runs with fewer nodes in one.
+_kinds: "WeakKeyDictionary[Adopted, dict[Any, bool]]" = WeakKeyDictionary()
 # Of all blocks of nodes, the share to which a bisection by measured latency comes close.
 FINEST = 1 / 32
 
@@ -189,12 +193,12 @@ class PruneNodes:
         if not isinstance(net, Adopted):
             return self._hidden(net)
         if self.spaces is None:
-            return list(prunable(net))
+            return list(_prunable(net))
         found = [net.space(str(name)) for name in as_names(self.spaces) or ()]
         for space in found:
             if space.pins:
                 raise EditError(f"the nodes of {space.name} cannot be removed: {space.pins[0]}")
-            frozen = frozen_tensor(net, space)
+            frozen = _frozen_tensor(net, space)
             if frozen is not None:
                 raise EditError(
                     f"the nodes of {space.name} cannot be removed: {frozen} does not require"
@@ -267,13 +271,13 @@ class PruneNodes:
         size = int(present.sum())
         whole = size
         if isinstance(layer, Space):
-            whole = max(size, size_at_adoption(layer))
+            whole = max(size, _size_at_adoption(layer))
         least = self.keep
         if isinstance(least, float):
             least = math.ceil(least * whole - 1e-9)
         multiple = self.multiple
         if isinstance(layer, Space):
-            multiple = multiple_of_nodes(layer, multiple)
+            multiple = _multiple_of_nodes(layer, multiple)
         # What may be removed: so many nodes that a multiple stays, and at least one.
         first = size % multiple or multiple
         most = min(len(rows), size - max(1, least))
@@ -497,3 +501,78 @@ def _cost_of_net(
         return total
 
     return counted
+
+
+def _prunable(net: Adopted) -> list[Space]:
+    """Returns the spaces of a model that are pruned by default."""
+    free = {space._atom for space in net.spaces if not space.pins}
+    runs = _kinds.setdefault(net, {})
+    candidates = []
+    for space in net.spaces:
+        if space._atom not in free or len(space) < 2 or _frozen_tensor(net, space) is not None:
+            continue
+        outermost = _outermost_of_products(space, free)
+        if any(space._atom not in atoms for atoms in outermost):
+            continue
+        # A factor of an axis, as heads are, may need numbers of the model to follow, which are
+        # looked for long if there are none. So one space of a kind is tried for all of them.
+        if outermost and space.verdict == "unproved":
+            kind = kind_of(net.model, space)
+            if kind not in runs:
+                runs[kind] = _runs_with_fewer(net, space)
+            if not runs[kind]:
+                continue
+        candidates.append(space)
+    net.prove(candidates)
+    return [space for space in candidates if space.verdict in ("exact", "unproved")]
+
+
+def _outermost_of_products(space: Space, free: set[int]) -> list[list[int]]:
+    """Returns, for every product of which a space is a factor, the atoms of its outermost factor
+    that can be edited.
+    """
+    found = []
+    for axis in space._members.values():
+        terms = axis.parts if isinstance(axis, SumOf) else (axis,)
+        for term in terms:
+            if isinstance(term, ProductOf) and space._atom in atoms_of(term):
+                outermost = next(part for part in term.parts if free & set(atoms_of(part)))
+                found.append(atoms_of(outermost))
+    return found
+
+
+def _runs_with_fewer(net: Adopted, space: Space) -> bool:
+    """Returns whether the model runs with one node less in a space."""
+    sizes = net._atom_sizes()
+    fewer = list(sizes)
+    fewer[space._atom] -= 1
+    try:
+        net._gates.foresee(net.model, [space], sizes, fewer)
+    except EditError:
+        return False
+    return True
+
+
+def _size_at_adoption(space: Space) -> int:
+    """Returns how many nodes a space had when the model was adopted."""
+    net = space.graph
+    assert isinstance(net, Adopted)
+    return net._typed.sizes()[space._atom]
+
+
+def _frozen_tensor(net: Adopted, space: Space) -> str | None:
+    """Returns the name of a Parameter of a space that does not require gradients."""
+    stores = net._stores()
+    for name, _ in space._members:
+        if name in stores and not stores[name].parameter.requires_grad:
+            return name
+    return None
+
+
+def _multiple_of_nodes(space: Space, multiple: int) -> int:
+    """Returns the smallest number of nodes whose entries are a multiple in every tensor."""
+    needed = 1
+    if multiple > 1:
+        for at in space.places().values():
+            needed = math.lcm(needed, multiple // math.gcd(multiple, at.shape[1]))
+    return needed
