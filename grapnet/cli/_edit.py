@@ -198,7 +198,10 @@ def _chosen_relations(
     """Returns the relations that the options name, of the `default` side if they name none."""
     nodes = _chosen_nodes(net, given)
     side = given.side or default
-    if side == "outgoing":
+    if not (given.layer or given.space or given.owner or given.node or given.side):
+        # Nodes would leave out kernels of convolutions with groups, which lead between channels.
+        found = gn.RelationSet.of(net, range(len(net.transitions)))
+    elif side == "outgoing":
         found = nodes.outgoing()
     elif side == "incoming":
         found = nodes.incoming()

@@ -76,7 +76,7 @@ def _opened(net: "Adopted") -> list[dict[str, Any]]:
             {
                 "weight": weight.name,
                 "relations": weight.size,
-                "of": weight.n_parents * weight.n_children,
+                "of": weight.n_parents * weight.reach,
                 "density": weight.density,
                 "frozen": len(weight.frozen_at),
             }

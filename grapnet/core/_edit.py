@@ -54,7 +54,7 @@ def layer_number(graph: "Graph", layer: Any) -> int:
     """Returns the number of a layer, which is given itself or as a number counted from the sensory
     one; raises EditError if it does not exist.
     """
-    count = len(graph.layers)
+    count = len(graph._own_layers)
     if isinstance(layer, LiveNodes) and layer.graph is graph:
         return layer.index
     if not isinstance(layer, int | np.integer) or not -count <= layer < count:

@@ -487,8 +487,8 @@ class Graph(nn.Module):
     def _view(self) -> View:
         """Returns everything that a forward pass reads."""
         return View(
-            tuple(layer._roster for layer in self.layers),
-            tuple(layer.vector if layer._has_biases else None for layer in self.layers),
+            tuple(layer._roster for layer in self._own_layers),
+            tuple(layer.vector if layer._has_biases else None for layer in self._own_layers),
             tuple(transition.topology for transition in self._wired),
             tuple(transition.vector for transition in self._wired),
             {name: column.vector for name, column in self.columns.items()},

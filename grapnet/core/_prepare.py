@@ -193,7 +193,7 @@ def _prepare_vectors(
             part and part.weights, returning.get(id(transition.parameter))
         )
         found[f"transitions.{t}.weight"] = (transition, prepared)
-    for n, layer in enumerate(graph.layers):
+    for n, layer in enumerate(graph._own_layers):
         if layer._has_biases:
             part = change.layers.get(n)
             prepared = layer._prepare(part and part.biases, returning.get(id(layer.parameter)))
@@ -263,7 +263,7 @@ def _view_after(
 ) -> View:
     present = graph._view()
     biases: list[Vector | None] = []
-    for n, layer in enumerate(graph.layers):
+    for n, layer in enumerate(graph._own_layers):
         biases.append(vectors[f"layers.{n}.bias"][1].vector if layer._has_biases else None)
     return View(
         tuple(rosters.get(n, roster) for n, roster in enumerate(present.rosters)),

@@ -95,9 +95,10 @@ def spaces(net: Adopted, *, ax: "Axes | None" = None) -> "Axes":
 
 def _title(net: Adopted) -> str:
     first = sum(space.first_size for space in net.spaces)
-    nodes = f"{sum(net.sizes):,} nodes"
-    if first != sum(net.sizes):
-        nodes = f"{sum(net.sizes):,} of {first:,} nodes"
+    present = sum(len(space) for space in net.spaces)
+    nodes = f"{present:,} nodes"
+    if first != present:
+        nodes = f"{present:,} of {first:,} nodes"
     return f"{canvas.counted(len(net.spaces), 'space')}, {nodes}, version {net.version}"
 
 

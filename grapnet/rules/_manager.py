@@ -628,7 +628,8 @@ class _Allowance:
 
 def _size(net: Graph) -> int:
     """Returns the number of nodes and relations, by which nets share a budget."""
-    return sum(net.sizes) + sum(transition.size for transition in net.transitions)
+    nodes = sum(len(layer) for layer in net._own_layers)
+    return nodes + sum(transition.size for transition in net.transitions)
 
 
 def _smallest(*limits: int | None) -> int | None:

@@ -17,6 +17,7 @@ from grapnet.core._index_map import contains
 from grapnet.core._layer import LiveNodes
 from grapnet.core._sets import NodeSet, RelationSet
 from grapnet.spaces._adopted import Adopted, adopted
+from grapnet.spaces._grouped import GroupedWeight
 from grapnet.spaces._space import Space
 
 from ._budget import Budget, positions_in
@@ -324,14 +325,16 @@ def rewirable_transitions(net: Graph, transitions: Transitions | None) -> list[i
     Raises:
         EditError: also if one of them is a convolution with groups.
     """
-    plain = [t for t in net._trainable_transitions() if net.transitions[t]._n_groups == 1]
+    plain = []
+    for t in net._trainable_transitions():
+        if not isinstance(net.transitions[t], GroupedWeight):
+            plain.append(t)
     found = chosen_transitions(net, transitions, plain)
     for t in found:
-        n_groups = net.transitions[t]._n_groups
-        if n_groups > 1:
+        if t not in plain:
             raise EditError(
-                f"{net.transitions[t]} is in a convolution of {n_groups} groups, which cannot be"
-                " rewired; its relations can be cut, connected and frozen"
+                f"{net.transitions[t]} is in a convolution with groups, which cannot be rewired;"
+                " its relations can be cut, connected and frozen"
             )
     return found
 

@@ -1,6 +1,5 @@
 """SpaceEdit: the verbs of a transaction on the spaces of a model."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -272,8 +271,7 @@ class SpaceEdit(Edit):
         ):
             raise EditError("new nodes of a model have all of their relations; cut some later")
         rows = weight.rows(parent_rows.long(), child_rows.long())
-        shape = weight.grid.shape
-        bound = (math.prod(shape) / max(shape[weight.out_dim], 1)) ** -0.5
+        bound = max(weight.inputs_of_a_child, 1) ** -0.5
         numbers = None
         if not isinstance(weights, str):
             numbers = torch.as_tensor(weights).detach()
@@ -627,26 +625,20 @@ class SpaceEdit(Edit):
         for t in graph.entering(number) if parents else graph.leaving(number):
             weight = graph.transitions[t]
             far = weight.source if parents else weight.target
-            far_spaces = [far]
-            if isinstance(graph.layers[far], Channels):
-                far_spaces = [space.index for space in graph.layers[far].spaces]
-            # which of the far nodes stay; channels leave with a node of any of their spaces
-            far_stays = torch.ones(1, dtype=torch.bool)
-            for space in far_spaces:
-                # New nodes have all of their relations.
-                counts += sum(len(born.uids) for born in self._requests.newborns.get(space, ()))
-                own = gone.get(space, torch.zeros(len(graph.spaces[space]), dtype=torch.bool))
-                far_stays = (far_stays[:, None] & ~own).reshape(-1)
-            is_whole = weight.grid.opened is None and t not in self._requests.cuts
-            if is_whole and weight._n_groups == 1:
+            # New nodes have all of their relations.
+            counts += sum(len(born.uids) for born in self._requests.newborns.get(far, ()))
+            if weight.grid.opened is None and t not in self._requests.cuts:
                 # A tensor that has all of its relations is not wired, which would take long.
-                counts += int(far_stays.sum())
+                counts += len(graph.spaces[far])
+                if far in gone:
+                    counts -= int(gone[far].sum())
                 continue
             if t not in relations:
                 relations[t] = self._relations_after(t)
             upper, lower = relations[t]
             near_rows, far_rows = (lower, upper) if parents else (upper, lower)
-            near_rows = near_rows[far_stays[far_rows]]
+            if far in gone:
+                near_rows = near_rows[~gone[far][far_rows]]
             counts += torch.bincount(near_rows, minlength=len(counts))
         return counts == 0
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ._adopted import Adopted
 
 # The uid of a channel is made of those of its nodes; so many bits are for each.
-_BITS = {2: 31, 3: 20}
-# The smallest uid: those of channels are negative, and differ between two and three nodes.
-_FIRST_UID = {2: -(2**63), 3: -(2**62)}
+_BITS = {1: 60, 2: 31, 3: 20}
+# The smallest uid: those of channels are negative, and none is made of one node and of two.
+_FIRST_UID = {1: -(2**61), 2: -(2**63), 3: -(2**62)}
 
 
 class Channels(LiveNodes):
@@ -135,9 +135,13 @@ class GroupedWeight(Weight):
     def relations_of_a_node(self, space: int) -> int:
         """Returns how many relations a new node of a space has in this tensor."""
         blocks = self._blocks
-        if space not in blocks.groups + blocks.read + blocks.written:
-            return 0
-        return self.n_parents * self.reach // len(self.net.spaces[space])
+        roles = blocks.groups + blocks.read + blocks.written
+        return roles.count(space) * self.n_parents * self.reach // len(self.net.spaces[space])
+
+    @property
+    def inputs_of_a_child(self) -> int:
+        """The number of numbers that are summed for one output."""
+        return self._count(self._blocks.read) * prod(self.grid.shape[2:])
 
     @property
     def _payload(self) -> int:
@@ -210,16 +214,11 @@ def relations_of(
             pair = (blocks.groups + blocks.read, blocks.groups + blocks.written)
             if max(map(len, pair)) > max(_BITS):
                 continue
-            source, target = (_end(factors, ends, len(spaces)) for factors in pair)
+            for factors in pair:
+                ends.setdefault(factors, len(spaces) + len(ends))
+            source, target = (ends[factors] for factors in pair)
             found.append(GroupedWeight(net, name, (source, target), in_dim, blocks))
     return found, [Channels(net, factors) for factors in ends]
-
-
-def _end(factors: tuple[int, ...], ends: dict[tuple[int, ...], int], n_spaces: int) -> int:
-    """Returns the number of a space, or of the channels that several divide."""
-    if len(factors) == 1:
-        return factors[0]
-    return ends.setdefault(factors, n_spaces + len(ends))
 
 
 def _blocks_of(typed: Typed, name: str, numbers: Mapping[int, int]) -> list[tuple[int, Blocks]]:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Mapping
 from itertools import permutations, product
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -122,6 +123,12 @@ class Weight:
     def reach(self) -> int:
         """The number of children that a parent can have."""
         return self.n_children // self._n_groups
+
+    @property
+    def inputs_of_a_child(self) -> int:
+        """The number of numbers that are summed for one output."""
+        shape = self.grid.shape
+        return prod(shape) // max(shape[self.out_dim], 1)
 
     def relations_of_a_node(self, space: int) -> int:
         """Returns how many relations a new node of a space has in this tensor."""

@@ -43,6 +43,20 @@ def test_an_edited_file_is_what_the_edit_gives_in_a_session(folder: Path, run: R
     assert (folder / "cut.safetensors").exists()
 
 
+def test_kernels_of_groups_are_cut_in_a_file(folder: Path, run: Run) -> None:
+    case = zoo.MODELS["grouped"]()
+    net = gn.adopt(case.model, *case.inputs)
+    gn.save("grouped.safetensors", net)
+    with net.edit() as edit:
+        edit.cut(net.relations("3").smallest(fraction=0.5))
+    words = ["--module", "3", "--smallest", "0.5", "-o", "cut.safetensors"]
+    assert run("cut", "grouped.safetensors", *words).code == 0
+    assert differences(net, gn.open("cut.safetensors").adopted) == {}
+    (row,) = json.loads(run("inspect", "cut.safetensors", "--json").out)["model"]["opened"]
+    assert row["density"] == row["relations"] / row["of"] == 0.5
+    assert (folder / "cut.safetensors").exists()
+
+
 @pytest.mark.usefixtures("folder")
 def test_undo_in_a_file_brings_back_nodes_and_the_state_of_the_optimizer(run: Run) -> None:
     assert run("undo", "whole.safetensors", "--steps", 3, "-o", "back.safetensors").code == 0

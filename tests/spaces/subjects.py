@@ -193,14 +193,15 @@ def cells_of(net: Adopted, weight: Any, pairs: Tensor) -> Tensor:
         }
     mask = torch.zeros(weight.grid.shape, dtype=torch.bool)
     ends = (net.layers[weight.source], net.layers[weight.target])
+    groups = weight._blocks.groups if isinstance(weight, GroupedWeight) else ()
     for pair in pairs.tolist():
         inside = torch.ones_like(mask)
         for end, row, dim in zip(ends, pair, (weight.in_dim, weight.out_dim), strict=True):
             for space, index in _factors(end, row):
-                dims = places[space] if isinstance(weight, GroupedWeight) else [dim]
-                for d in dims:
-                    at = places[space][d][index]
-                    inside &= torch.zeros_like(mask).index_fill_(d, at, True)
+                # Groups are on the first dimension of a weight.
+                at_dim = 0 if space.index in groups else dim
+                at = places[space][at_dim][index]
+                inside &= torch.zeros_like(mask).index_fill_(at_dim, at, True)
         mask |= inside
     return mask
 

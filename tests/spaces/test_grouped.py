@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet import rules
+from grapnet import plot, rules
 from grapnet.rules import (
+    Budget,
     CovarianceSifter,
     PruneWeakest,
     RemoveOrphans,
@@ -317,33 +318,99 @@ def test_a_sifter_cuts_kernels_of_groups_by_scores_and_leaves_them_out_by_correl
     assert torch.equal(cut, degrees // 2)
 
 
-def test_orphans_of_groups_leave() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), LAYERS["one of several"], nn.Conv2d(4, 5, 1))
-    net = gn.adopt(copy.deepcopy(model), torch.randn(2, 3, 6, 6))
-    relations = net.relations("1")
-    groups = net.layers[weight_of(net).target]
-    with net.edit(reason="a group") as edit:
-        edit.cut(groups[1].incoming())
-    assert [len(relations), len(net.relations("1"))] == [8, 6]
+@pytest.mark.parametrize("name", ["depthwise", "one of several", "several of one"])
+def test_kernels_of_groups_are_no_parents_and_children_of_nodes(name: str) -> None:
+    found = found_for(name)
+    net = found.net
+    space = net.space("0")
+    groups = len(space)
+    entering = space[:1].incoming()
+    assert len(entering) == len(entering & net.relations("0"))
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
+        edit.cut(net.relations("0"))
+    manager = RuleManager()
+    manager.add(PruneWeakest(transitions="0", sparsity=1.0), budget=Budget(parents=1))
+    assert manager.apply(net, dry_run=True).cut == len(net.relations("0")) - groups
+    with net.edit(reason="no parents") as edit:
+        edit.cut(space[:1].incoming())
     manager = RuleManager()
     manager.add(RemoveOrphans())
-    assert manager.apply(net, dry_run=True).orphans == 0
     manager.apply(net)
-    assert len(groups) == 3
-    assert net.model[1].groups == 3
+    assert len(space) == groups - 1
+    module: Any = net.model.get_submodule("1")
+    assert module.groups == groups - 1
+    with net.edit(reason="freeze") as edit:
+        edit.freeze(space[:2], bias=False)
+    assert space[:2].frozen.tolist() == [True, True]
 
 
-def test_channels_that_groups_alone_read_leave_with_their_last_reader() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), LAYERS["several of one"], nn.Conv2d(16, 5, 1))
-    net = gn.adopt(copy.deepcopy(model), torch.randn(2, 3, 6, 6))
-    channels = net.layers[weight_of(net).source]
-    manager = RuleManager()
-    manager.add(RemoveOrphans(childless=True))
-    assert manager.apply(net) is None
-    with net.edit(reason="a channel") as edit:
-        edit.cut(channels[2].outgoing())
-    manager.apply(net)
-    assert len(channels) == 7
+@pytest.mark.parametrize("name", LAYERS)
+def test_connected_kernels_are_drawn_for_the_inputs_of_their_group(name: str) -> None:
+    found = found_for(name)
+    net = found.net
+    module: Any = found.model.get_submodule("1")
+    kernels = net.relations("1")
+    ends = (kernels.parents, kernels.children)
+    with net.edit(reason="cut", allow_dead=True) as edit:
+        edit.cut(kernels)
+    with net.edit(reason="connect") as edit:
+        edit.connect(*ends, pairs="aligned", weights="linear")
+    inputs = module.in_channels // module.groups * module.weight[0, 0].numel()
+    largest = float(module.weight.detach().abs().max()) * inputs**0.5
+    assert 0.85 < largest <= 1
+
+
+def test_new_nodes_count_the_kernels_of_both_sides() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 8, 1)
+            self.same = nn.Conv2d(8, 8, 1, groups=4)
+            self.last = nn.Conv2d(8, 5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last(h + self.same(h))
+
+    found = subject(Case(Residual(), (torch.randn(2, 3, 4, 4),)))
+    assert all(outcome.effect > 0 for outcome in matrix.relations(found))
+    net = found.net
+    (inside,) = [space for space in net.spaces if len(space) == 2]
+    kernels = len(net.relations("same"))
+    with net.edit(reason="grow", trial=True) as edit:
+        edit.add_nodes(inside, 1)
+        asked = edit.n_connections
+        edit.commit()
+        born = len(net.relations("same")) - kernels
+        # One that comes and is both read and written is counted with either side.
+        assert born == 4 * (3 * 3 - 2 * 2)
+        assert asked == 4 * (2 + 2)
+
+
+def test_rewiring_leaves_convolutions_out_that_have_one_group_left() -> None:
+    found = found_for("groups")
+    net = found.net
+    with net.edit(reason="one group") as edit:
+        edit.remove_nodes(net.space("0")[1:])
+        edit.cut(net.relations("3").smallest(fraction=0.5))
+    with net.edit(reason="cut") as edit:
+        edit.cut(net.relations("1").smallest(fraction=0.5))
+    before = weight_of(net).topology.child
+    for rule in (Rewire(fraction=0.3), SRigL(fraction=0.3)):
+        manager = RuleManager()
+        manager.add(rule)
+        manager.start(net)
+        found.step()
+        manager.apply(net, 0)
+        assert torch.equal(before, weight_of(net).topology.child)
+
+
+def test_numbers_of_layers_are_those_of_spaces() -> None:
+    net = found_for("groups").net
+    assert len(net.layers) > len(net.spaces)
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
+        edit.add_nodes(len(net.spaces), 1)
+    assert f"{net.count().nodes} nodes" in plot.spaces(net).get_title()
 
 
 def test_files_and_copies_have_the_relations_that_are_left(tmp_path: Path) -> None:
