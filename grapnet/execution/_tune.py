@@ -120,7 +120,7 @@ class Tuned(NamedTuple):
 
     Attributes:
         tables: one per precision: by mode and backend the ratios of its times to those of dense,
-            [cells][share][batch].
+            by the number of cells, their share and the batch.
         path: the file that keeps them; None if they are not kept.
     """
 

@@ -268,7 +268,8 @@ def difference(copy: Graph, net: Graph) -> str:
         return f"it has transitions between the layers {copy.ends} where the net has {net.ends}"
     if copy.columns.keys() != net.columns.keys():
         return f"it has the columns {list(copy.columns)} where the net has {list(net.columns)}"
-    for n, (mine, other) in enumerate(zip(copy.layers, net.layers, strict=True)):
+    pairs = zip(copy._own_layers, net._own_layers, strict=True)
+    for n, (mine, other) in enumerate(pairs):
         if not equal(mine.uid, other.uid):
             return f"layer {n} has other nodes"
         if mine._has_biases and not equal(mine.frozen_at, other.frozen_at):

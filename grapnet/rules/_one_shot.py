@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -311,6 +312,9 @@ def _rule(nodes: Any, relations: Any, by: Any) -> PruneNodes | PruneWeakest:
                 raise EditError(f"a {type(rule).__name__} has its own by=; set it there")
             if isinstance(rule, PruneNodes) != (rule is nodes):
                 raise EditError("nodes= takes a PruneNodes, and relations= a PruneWeakest")
+        elif rule is not None and not isinstance(rule, Real):
+            kind = type(rule).__name__
+            raise TypeError(f"nodes= and relations= take a share or a rule of theirs, got a {kind}")
     if isinstance(nodes, PruneNodes):
         return nodes
     if isinstance(relations, PruneWeakest):

@@ -13,6 +13,7 @@ from grapnet.rules import (
     Assignment,
     Budget,
     Choice,
+    CovarianceSifter,
     Elimination,
     GradualSchedule,
     GraSP,
@@ -21,8 +22,10 @@ from grapnet.rules import (
     PruneNodes,
     PruneWeakest,
     Random,
+    RemoveOrphans,
     RuleContext,
     SynFlow,
+    gradual_pruning,
     lamp_scores,
 )
 
@@ -789,6 +792,22 @@ def test_what_is_no_list_of_batches_is_refused(batches):
     net, _ = trained_net()
     with pytest.raises(TypeError):
         gn.prune(net, batches, nodes=0.5)
+
+
+@pytest.mark.parametrize(
+    "amount",
+    [
+        {"relations": gradual_pruning(100, 0.9, every=10)},
+        {"relations": CovarianceSifter()},
+        {"nodes": RemoveOrphans()},
+    ],
+    ids=["scheduled", "another rule of relations", "another rule of nodes"],
+)
+def test_what_is_neither_a_share_nor_a_rule_of_its_kind_is_refused(amount):
+    net, _ = trained_net()
+    with pytest.raises(TypeError):
+        gn.prune(net, [rows()], **amount)
+    assert net.version == 0
 
 
 @pytest.mark.parametrize("amounts", [{"nodes": 0.5}, {"relations": 0.5, "by": "obs"}])

@@ -413,6 +413,30 @@ def test_numbers_of_layers_are_those_of_spaces() -> None:
     assert f"{net.count().nodes} nodes" in plot.spaces(net).get_title()
 
 
+def test_a_large_vocabulary_stops_no_edit_beside_channels_of_three_spaces() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(2**20 + 1, 8)
+            self.linear = nn.Linear(8, 8)
+            self.two = nn.Conv1d(8, 8, 1, groups=2)
+            self.four = nn.Conv1d(8, 8, 1, groups=4)
+            self.last = nn.Conv1d(8, 3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(self.words(x)).transpose(1, 2)
+            return self.last(self.four(self.two(h)))
+
+    model = Words()
+    net = gn.adopt(model, torch.randint(99, (2, 5)))
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    gn.attach(averaged, net)
+    with net.edit(reason="a group") as edit:
+        edit.remove_nodes(net.space("linear")[1])
+    assert model.two.groups == 1
+    assert averaged.module.two.groups == 1
+
+
 def test_files_and_copies_have_the_relations_that_are_left(tmp_path: Path) -> None:
     found = found_for("groups")
     net = found.net
