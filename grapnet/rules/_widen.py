@@ -186,7 +186,7 @@ class GrowWidth:
         counts = {}
         left = context.budget
         for space in spaces:
-            each = edit._relations_of_a_node(space.index)
+            each = edit._relations_of({space.index: 1})
             counts[space] = affordable(self.nodes, each, left)
             if left.edits is not None:
                 left = replace(left, edits=left.edits - each * counts[space])

@@ -313,16 +313,20 @@ class SpaceEdit(Edit):
     @property
     def n_connections(self) -> int:
         """The number of relations that this edit connects so far, those of new nodes included."""
-        total = 0
+        new = {}
+        for number, asked in self._requests.newborns.items():
+            new[number] = sum(len(one.uids) for one in asked)
+        total = self._relations_of(new)
         for asked in self._joined.values():
             total += sum(len(parents) for parents, _ in asked)
-        for number, asked in self._requests.newborns.items():
-            total += sum(len(one.uids) for one in asked) * self._relations_of_a_node(number)
         return total
 
-    def _relations_of_a_node(self, number: int) -> int:
-        """Returns how many relations a new node of a space has."""
-        return sum(weight.relations_of_a_node(number) for weight in self.graph.transitions)
+    def _relations_of(self, new: Mapping[int, int]) -> int:
+        """Returns how many relations come with new nodes, given their number by space."""
+        before = [len(space) for space in self.graph.spaces]
+        after = [size + new.get(number, 0) for number, size in enumerate(before)]
+        weights = self.graph.transitions
+        return sum(weight.possible(after) - weight.possible(before) for weight in weights)
 
     @property
     def connections(self) -> tuple[Tensor, Tensor]:

@@ -132,11 +132,10 @@ class GroupedWeight(Weight):
         """The number of groups."""
         return self._count(self._blocks.groups)
 
-    def relations_of_a_node(self, space: int) -> int:
-        """Returns how many relations a new node of a space has in this tensor."""
+    def possible(self, sizes: Sequence[int]) -> int:
+        """Returns how many relations are possible where spaces have some sizes."""
         blocks = self._blocks
-        roles = blocks.groups + blocks.read + blocks.written
-        return roles.count(space) * self.n_parents * self.reach // len(self.net.spaces[space])
+        return prod(sizes[number] for number in blocks.groups + blocks.read + blocks.written)
 
     @property
     def inputs_of_a_child(self) -> int:

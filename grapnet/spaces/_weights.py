@@ -1,7 +1,7 @@
 """Weight: the relations of a model that one of its tensors holds, as a transition of the graph."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import permutations, product
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -130,14 +130,9 @@ class Weight:
         shape = self.grid.shape
         return prod(shape) // max(shape[self.out_dim], 1)
 
-    def relations_of_a_node(self, space: int) -> int:
-        """Returns how many relations a new node of a space has in this tensor."""
-        found = 0
-        if self.target == space:
-            found += self.n_parents // self._n_groups
-        if self.source == space:
-            found += self.reach
-        return found
+    def possible(self, sizes: Sequence[int]) -> int:
+        """Returns how many relations are possible where spaces have some sizes."""
+        return sizes[self.source] * sizes[self.target]
 
     def _first_child(self, parents: Tensor) -> Tensor:
         """Returns the first child that each of some parents can have."""

@@ -571,7 +571,7 @@ def test_growing_keeps_within_a_budget_and_refuses_what_changes_the_function(
 ) -> None:
     space = exact_spaces(found)[0]
     with found.net.edit() as edit:
-        each = edit._relations_of_a_node(space.index)
+        each = edit._relations_of({space.index: 1})
     size = len(space)
     manager = managed(GrowWidth(space, 5), budget=Budget(edits=2 * each + 1))
     manager.apply(found.net, 0)
