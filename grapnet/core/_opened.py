@@ -60,6 +60,11 @@ class Pattern:
         kinds = self.kinds.numpy()  # numpy selects by a mask many times as fast
         return torch.from_numpy(kinds[kinds != CUT] == FREE)
 
+    @cached_property
+    def n_cells(self) -> int:
+        """The number of cells of the tensor."""
+        return math.prod(self.shape)
+
     @property
     def n_free(self) -> int:
         """The number of free rows."""
@@ -99,9 +104,13 @@ class Opened:
         written = _execution.write(self, content)
         if written is not None:
             return written
-        # One operation instead of zeros and a copy into them: launches bound this on a GPU.
-        base = self._without_free(content)
-        rows = base.index_copy(0, self.free_at(content.device), self._in_rows(content))
+        at = self.free_at(content.device)
+        if len(self.frozen_values):
+            rows = self._frozen_rows(content).index_copy(0, at, self._in_rows(content))
+        else:
+            # On a GPU, where launches bound this, zeros cost less than a copy of them.
+            zeros = content.new_zeros(len(self.pattern.kinds), self.pattern.width)
+            rows = zeros.index_copy_(0, at, self._in_rows(content))
         return rows.view(self.shape)
 
     @property
@@ -135,7 +144,8 @@ class Opened:
         let_sizes_vary(self.free_at(content.device))
         let_sizes_vary(self.frozen_values, dims=1)
         self._sizes()
-        self._without_free(content)
+        if len(self.frozen_values):
+            self._frozen_rows(content)
         self.numbers(content)
         for tensor in self._scratch.values():
             if tensor.dim() == 2:
@@ -180,22 +190,16 @@ class Opened:
             self._scratch[key] = torch.from_numpy(free).to(device)
         return self._scratch[key]
 
-    def _without_free(self, like: Tensor) -> Tensor:
+    def _frozen_rows(self, like: Tensor) -> Tensor:
         """Returns all rows, with 0 in the cut and in the free ones; not to be written to."""
         key = ("frozen", like.device, like.dtype)
         if key not in self._scratch:
-            self._scratch[key] = self._frozen_rows(like)
+            shape = len(self.pattern.kinds), self.pattern.width
+            rows = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            at = torch.from_numpy(np.flatnonzero(self.pattern.kinds.numpy() == FROZEN))
+            rows[at.to(like.device)] = self.frozen_values.to(like)
+            self._scratch[key] = rows
         return self._scratch[key]
-
-    def _frozen_rows(self, like: Tensor) -> Tensor:
-        shape = len(self.pattern.kinds), self.pattern.width
-        if len(self.frozen_values) == 0:
-            # a single number, which takes no memory
-            return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
-        rows = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        at = torch.from_numpy(np.flatnonzero(self.pattern.kinds.numpy() == FROZEN))
-        rows[at.to(like.device)] = self.frozen_values.to(like)
-        return rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Opened":
         return Opened(self.pattern, self.frozen_values)

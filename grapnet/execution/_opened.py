@@ -87,11 +87,12 @@ class OpenedExecution(Execution):
 
     def write(self, opened: Opened, content: Tensor) -> Tensor | None:
         """Returns the whole tensor, written by a kernel; None where torch has to do it."""
+        # In compiled code the number would be a constant.
+        if not torch.compiler.is_compiling() and opened.pattern.n_cells < LARGE:
+            return None
         if content.device.type in _dense.KEPT_ON:
             return _written_on_device(opened, content)
         if not _is_plain(content) or not _native.reads(content):
-            return None
-        if math.prod(opened.pattern.shape) < LARGE:
             return None
         return _filled(opened, opened.numbers(content))
 
@@ -168,7 +169,7 @@ def describe(
     if not _is_simple(module):
         return RECTANGLE, "other ways are for convolutions without strides and groups"
     kernels = _kernels_of(opened)
-    share = opened.numbers(content).numel() / math.prod(opened.pattern.shape)
+    share = opened.numbers(content).numel() / opened.pattern.n_cells
     why = f"{share:.1%} of the kernels exist, at {batch} positions"
     precise = precision("cpu", content.dtype)
     if kernels is not None and _is_faster(kernels, batch, batch, precise):
@@ -211,7 +212,7 @@ def _written_on_device(opened: Opened, content: Tensor) -> Tensor | None:
     if torch.compiler.is_compiling() or is_capturing(content):
         # made with the commit: neither a trace nor a CUDA graph can
         layout = opened.plans.get(("layout", content.device))
-    elif math.prod(opened.pattern.shape) >= _LARGE_ON_DEVICE:
+    elif opened.pattern.n_cells >= _LARGE_ON_DEVICE:
         layout = _layout_of(opened, content.device)
     else:
         return None
@@ -226,7 +227,7 @@ def _layout_of(opened: Opened, device: torch.device) -> Any:
     key = ("layout", device)
     if key not in opened.plans:
         opened.plans[key] = None
-        if math.prod(opened.pattern.shape) >= LARGE and is_live_on(device.type):
+        if opened.pattern.n_cells >= LARGE and is_live_on(device.type):
             from ._live import Cells, Layout  # with Triton, which only CUDA builds of torch bring
 
             kinds = opened.pattern.kinds.to(device).repeat_interleave(opened.pattern.width)
