@@ -3,7 +3,7 @@
 import math
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch.autograd import Function
 from grapnet.core._transition import Topology
 
 from . import _native
+from ._changes import is_capturing
 from ._dense import FullPlan
 from ._plan import Plan, needs_plain_operations, sized
 from ._reference import ReferencePlan, require_wiring
@@ -228,8 +229,18 @@ def _column_sums(dz: Tensor) -> Tensor:
     reduction does.
     """
     if dz.is_cuda and dz.element_size() == 2 and not torch.is_grad_enabled():
-        return torch.mv(dz.t(), dz.new_ones(len(dz)))
+        if is_capturing(dz):
+            return torch.mv(dz.t(), dz.new_ones(len(dz)))
+        return torch.mv(dz.t(), _ones(len(dz), dz.dtype, dz.device))
     return dz.sum(0)
+
+
+@lru_cache(maxsize=4)
+def _ones(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns ones that every stream can read: launches bound small passes on a GPU."""
+    ones = torch.ones(count, dtype=dtype, device=device)
+    torch.cuda.current_stream(device).synchronize()
+    return ones
 
 
 @cache
