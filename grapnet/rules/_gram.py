@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ from ._taps import Tap, called_before, paths_of, watch_taps
 # Columns of which the products with all columns before them are computed at a time: only one half
 # of a symmetric matrix is computed.
 STRIPE = 384
+# Blocks of rows of a pass, of which some are held out.
+BLOCKS = 50
 # Numbers of the input of a convolution that are laid out by cells at a time.
 CELLS = 2**24
 _LOADED = "it was loaded or copied, so that the weights may be others"
@@ -278,19 +280,26 @@ class Products:
         held = torch.zeros_like(sums) if has_held else None
         return cls(origin, sums, held, 0, writes)
 
-    def see(self, h: Tensor, share: float) -> None:
-        """Adds rows [rows, columns]; the last ones are held out, so that a share of all is."""
+    def see(self, h: Tensor, share: float) -> Tensor | None:
+        """Adds rows [rows, columns], of which a share is held out.
+
+        Returns:
+            Which rows are held out, one bool each on the CPU; None if none are.
+        """
         if self.sums.device != h.device:
             self.sums = self.sums.to(h.device)
             self.held = None if self.held is None else self.held.to(h.device)
         if h.dtype != torch.float64:
             h = h.float()
-        after = self.rows + len(h)
-        apart = math.floor(after * share) - math.floor(self.rows * share)
-        self.rows = after
-        _add_products(self.sums, h[: len(h) - apart])
-        if self.held is not None:
-            _add_products(self.held, h[len(h) - apart :])
+        first = self.rows
+        self.rows += len(h)
+        if self.held is None:
+            _add_products(self.sums, h)
+            return None
+        is_held = _are_held_out(first, len(h), share)
+        _add_products(self.sums, h[~is_held])
+        _add_products(self.held, h[is_held])
+        return is_held
 
     def after(self, change: Change) -> Products:
         """Returns it after a change of the net, its columns as they were."""
@@ -319,6 +328,22 @@ class Products:
     def state_dict(self) -> dict[str, Any]:
         """Returns it as numbers and tensors."""
         return {"sums": self.sums, "held": self.held, "rows": self.rows, "stale": self.stale}
+
+
+def _are_held_out(first: int, count: int, share: float) -> Tensor:
+    """Returns which rows of a pass are held out, one bool each: blocks of consecutive rows, spread
+    over the pass, because rows that follow each other can be of one image or text, and all rows of
+    a class can do so.
+
+    Args:
+        first: how many rows came before.
+        count: the number of rows.
+        share: of the rows to hold out.
+    """
+    size = max(1, count // BLOCKS)
+    block = torch.arange(first, first + count, dtype=torch.float64, device="cpu")
+    block = (block / size).floor()
+    return ((block + 1) * share).floor() > (block * share).floor()
 
 
 def _add_products(sums: Tensor, h: Tensor) -> None:
@@ -359,7 +384,7 @@ class GramRecorder(NetRecorder[Products]):
             its name.
         at: the module of an adopted model that reads the space; needed if there are several.
         window: the number of steps that it records before its rule is due.
-        held_out: the share of the rows that go to the second matrix, the last ones of each pass.
+        held_out: the share of the rows that go to the second matrix, spread over each pass.
         rows: how many rows of a pass are recorded at most, evenly spaced; all by default.
         most_cells: the largest number of numbers of both matrices; `arm` raises GrapNetError for
             more.
@@ -502,28 +527,41 @@ class GramRecorder(NetRecorder[Products]):
     def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
         if is_new(output):
             with plainly(output.device):
-                output = output.detach().reshape(-1, output.shape[-1])
-                self._see(output[_spaced(len(output), self.rows)])
+                self._take(output.detach())
 
     def _tapped(self, place: int, tensor: Tensor) -> None:
         """Takes in the input of the reader."""
-        if not is_new(tensor):
-            return
-        net: Any = self.net
-        origin = self._origin
-        assert isinstance(origin, ReaderOrigin)
-        module = origin.reader.module(net)
-        with plainly(tensor.device):
-            for part in _laid_out(module, tensor.detach(), origin.kernel, self.rows):
-                self._see(part)
+        if is_new(tensor):
+            with plainly(tensor.device):
+                self._take(tensor.detach())
 
-    def _see(self, h: Tensor) -> None:
+    def _take(self, tensor: Tensor) -> None:
+        """Takes in the activations of the layer, or the input of the reader, of one call."""
+        for rows, _ in self._parts(tensor):
+            self._see(rows)
+
+    def _parts(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor | slice]]:
+        """Yields the rows of one call that are recorded, [rows, columns], and which of its rows
+        these are.
+        """
+        origin = self._origin
+        if isinstance(origin, ReaderOrigin):
+            net: Any = self.net
+            module = origin.reader.module(net)
+            yield from _laid_out(module, tensor, origin.kernel, self.rows)
+        else:
+            rows = tensor.reshape(-1, tensor.shape[-1])
+            at = _spaced(len(rows), self.rows)
+            yield rows[at], at
+
+    def _see(self, h: Tensor) -> Tensor | None:
+        """Adds rows; returns which of them are held out, None if none are."""
         self._notice_writes()
         seen = self._writable(self._nothing)
         if seen.stale or seen.writes != self._writes:
             nothing = self._nothing()
             vars(seen).update(vars(nothing))
-        seen.see(h, self.held_out)
+        return seen.see(h, self.held_out)
 
     def _nothing(self) -> Products:
         net = self.net
@@ -591,23 +629,36 @@ def _spaced(count: int, most: int | None) -> Tensor | slice:
     return torch.arange(most) * count // most
 
 
-def _laid_out(module: nn.Module, x: Tensor, kernel: int, most: int | None) -> list[Tensor]:
-    """Returns what the numbers of a weight are multiplied with, [rows, in · kernel], in parts."""
+def _laid_out(
+    module: nn.Module, x: Tensor, kernel: int, most: int | None
+) -> Iterator[tuple[Tensor, Tensor | slice]]:
+    """Yields what the numbers of a weight are multiplied with, [rows, in · kernel], in parts, and
+    which rows of the call these are.
+    """
     if kernel == 1:
         (rows,) = cells(module, x)
-        return [rows[_spaced(len(rows), most)]]
-    found = []
+        at = _spaced(len(rows), most)
+        yield rows[at], at
+        return
     x = with_batch(module, x)
     step = max(1, CELLS // max(1, x[0].numel() * kernel))
+    start = 0
     for part in x.split(step):
         share = None
         if most is not None:
             share = math.ceil(most * len(part) / len(x))
         places = []
+        count = 0
         for rows in cells(module, part):
-            places.append(rows[_spaced(len(rows), share)])
-        found.append(torch.stack(places, 2).flatten(1))
-    return found
+            count = len(rows)
+            places.append(rows[_spaced(count, share)])
+        at = _spaced(count, share)
+        if isinstance(at, slice):
+            at = slice(start, start + count)
+        else:
+            at = start + at
+        yield torch.stack(places, 2).flatten(1), at
+        start += count
 
 
 def origin_of(net: Graph, layer: int | str, at: str | None) -> Origin:
@@ -620,6 +671,28 @@ def origin_of(net: Graph, layer: int | str, at: str | None) -> Origin:
     if not isinstance(net, Adopted):
         return LayerOrigin.of(net, number)
     return ReaderOrigin.of(net, reader_of(net, net.spaces[number], at))
+
+
+def limit_matrices(net: Graph, recorder: GramRecorder, most_cells: int | None) -> None:
+    """Makes a recorder keep to a number of numbers; its own limit if it is None.
+
+    Where there is no room for a second matrix, no rows are held out.
+
+    Raises:
+        GrapNetError: one matrix has more numbers.
+    """
+    if most_cells is not None:
+        recorder.most_cells = most_cells
+    width = origin_of(net, recorder.layer, recorder.at).width
+    numbers = (width + 1) ** 2
+    if numbers > recorder.most_cells:
+        raise GrapNetError(
+            f"the Gram matrix for {width:,} columns of {recorder.layer!r} has {numbers:,} numbers"
+            f" (limit {recorder.most_cells:,}); raise most_cells= if there is memory for 8 bytes"
+            " each"
+        )
+    if 2 * numbers > recorder.most_cells:
+        recorder.held_out = 0.0
 
 
 def reader_of(net: Adopted, space: Space, at: str | None = None) -> Linear:

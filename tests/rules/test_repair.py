@@ -412,7 +412,7 @@ def test_recorders_for_hidden_layers():
 def test_the_damping_comes_from_held_out_rows():
     # With hardly more rows than nodes, no damping fits the rows and nothing else.
     net = make(3)
-    few = torch.randn(14, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    few = torch.randn(10, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     (recorder,) = gram_recorders(net, 1, held_out=0.5).values()
     recorder.arm(net)
     with torch.no_grad():
