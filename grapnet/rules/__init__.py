@@ -37,6 +37,7 @@ from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
 from ._pruning import Pruning, Skipped, Stage
+from ._refit import refit
 from ._repair import Repaired, gram_recorders, repair
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
@@ -115,6 +116,7 @@ __all__ = [  # noqa: RUF022
     "srigl",
     "SplitIntoFamilies",
     "repair",
+    "refit",
     "gram_recorders",
     "Repaired",
     "ActivationRecorder",

@@ -30,6 +30,7 @@ def repaired(
     absent: Tensor | None = None,
     frozen: Tensor | None = None,
     bias: bool = True,
+    missing: Tensor | None = None,
 ) -> Tensor:
     """Returns the weights that keep what children receive, in least squares, when cells leave.
 
@@ -37,6 +38,9 @@ def repaired(
     W' = W_S + W_R·G[R, S]·(G[S, S] + λI)⁻¹. Absent cells stay 0, frozen ones keep their value, and
     a child that loses nothing keeps its weights exactly. Children with the same cells share one
     factorisation; where all differ, there is one a child.
+
+    With `missing`, children receive in addition what they lack already: W' grows by
+    M[:, S]·(G[S, S] + λI)⁻¹.
 
     Args:
         weights: [children, columns].
@@ -47,6 +51,7 @@ def repaired(
         absent: cells that do not exist, bool [children, columns].
         frozen: cells whose value stays as it is, bool [children, columns].
         bias: the last column is the bias.
+        missing: Σ e [h, 1]ᵀ over the rows, of what the children lack in each, [children, columns].
 
     Returns:
         [children, columns] in float64, 0 where cells leave or are absent.
@@ -64,7 +69,8 @@ def repaired(
         free &= ~frozen
     # What was 0 in all rows has no influence on them.
     free &= gram.diagonal() > 0
-    free &= (leaving & (weights != 0)).any(1, keepdim=True)
+    if missing is None:
+        free &= (leaving & (weights != 0)).any(1, keepdim=True)
     found = weights.masked_fill(gone, 0)
     penalty = damping_of(gram, damping, bias)
     for children, columns in _alike(free):
@@ -73,8 +79,10 @@ def repaired(
         root = _root(system)
         for part in children.split(_CHILDREN):
             lost = leaving[part].any(0).nonzero().squeeze(1)
-            missing = torch.where(leaving[part][:, lost], weights[part][:, lost], 0)
-            right = missing @ gram[lost][:, columns]  # [children, columns]
+            going = torch.where(leaving[part][:, lost], weights[part][:, lost], 0)
+            right = going @ gram[lost][:, columns]  # [children, columns]
+            if missing is not None:
+                right += missing[part][:, columns]
             change = torch.cholesky_solve(right.t(), root)
             found[part[:, None], columns] += change.t()
     return found
@@ -94,6 +102,7 @@ def choose_damping(
     *,
     absent: Tensor | None = None,
     frozen: Tensor | None = None,
+    missing: tuple[Tensor, Tensor] | None = None,
     grid: Sequence[float] = DAMPINGS,
 ) -> float:
     """Returns the damping of a grid whose repaired weights have the smallest error on other rows.
@@ -104,12 +113,16 @@ def choose_damping(
     Args:
         weights: as in `repaired`, and so are `gram`, `leaving`, `absent` and `frozen`.
         held_out: the Gram matrix of the rows that are left out of `gram`.
+        missing: what the children lack, for the rows of `gram` and for the others.
         grid: the dampings to compare, in ascending order; of equal ones the largest is returned.
 
     Raises:
         GrapNetError: no damping of the grid makes the matrix positive definite.
     """
-    loses = leaving.expand(weights.shape).any(1).nonzero().squeeze(1)
+    loses = leaving.expand(weights.shape).any(1)
+    if missing is not None:
+        loses |= True
+    loses = loses.nonzero().squeeze(1)
     some = torch.arange(min(_CHOOSING, len(loses)), device=loses.device)
     some = loses[some * len(loses) // max(1, len(some))]
     before = weights[some].to(gram)
@@ -119,16 +132,24 @@ def choose_damping(
         before = before.masked_fill(absent, 0)
     if frozen is not None:
         frozen = frozen[some]
+    lacking = None
+    if missing is not None:
+        lacking = missing[0][some]
     best = None
     least = float("inf")
     problem = None
     for damping in grid:
         try:
-            after = repaired(before, gram, leaving, damping, absent=absent, frozen=frozen)
+            after = repaired(
+                before, gram, leaving, damping, absent=absent, frozen=frozen, missing=lacking
+            )
         except GrapNetError as error:
             problem = error
             continue
         error = error_of(after - before, held_out)
+        if missing is not None:
+            # up to what is missing before
+            error -= 2 * float(((after - before) * missing[1][some]).sum())
         if error <= least:
             best = damping
             least = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -30,11 +31,13 @@ from grapnet.spaces._statistics import call_of
 from ._budget import Budget, enforce, shared_out
 from ._cells import why_not_linear
 from ._criteria import refusal_of
-from ._gram import GramRecorder, origin_of
+from ._gram import GramRecorder, limit_matrices
+from ._matrices import matrix_of
 from ._nodes import PruneNodes
 from ._obs import matrix_recorders
 from ._prune import GradualSchedule, PruneWeakest
 from ._pruning import Pruning, Skipped, Stage
+from ._refit import Fitting, Reader
 from ._repair import gram_recorders, problem_of
 from ._repair import repair as repair_readers
 from ._rule import RuleContext, chosen_transitions, nets_of
@@ -55,6 +58,7 @@ def prune(
     shares_by: Any = None,
     budget: Budget | None = None,
     repair: bool = True,
+    refit: bool = False,
     rows: int | None = None,
     most_cells: int | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
@@ -101,6 +105,10 @@ def prune(
         repair: whether the relations and biases that stay make up for what leaves. Where the
             criterion assigns weights or biases itself, nothing else is assigned. Without it, all
             that the criterion can score is pruned.
+        refit: whether all readers are solved for again at the end, one after the other, so that
+            their children receive what they received in the unpruned model: see
+            `grapnet.rules.refit`. It takes a copy of the model, and both run on the batches once
+            more for each reader. It pays where 90 % or more leave.
         rows: how many rows of a pass are recorded for the repair, evenly spaced; all by default.
         most_cells: how many numbers, of 8 bytes each, the statistics of one reader may have; 2**27
             for the repair by default. If two Gram matrices have more, no rows are held out; if one
@@ -152,7 +160,7 @@ def prune(
     # A criterion that assigns weights has made up for what leaves.
     is_repaired = repair and not getattr(rule.criterion, "assigns", False)
     steps, skipped = _steps_and_skipped(nets, rule, ranking, is_repaired)
-    undo_bytes = sum(_bytes(net) for net in nets.values())
+    undo_bytes = sum(_bytes(net, refit) for net in nets.values())
     if most_undo_bytes is not None and undo_bytes > most_undo_bytes:
         raise GrapNetError(
             f"undo of this pruning may keep {undo_bytes:,} bytes (limit {most_undo_bytes:,}):"
@@ -165,7 +173,7 @@ def prune(
         print(f"gn.prune: {len(steps)} stages; undo may keep {size}", file=sys.stderr)
     pruning = Pruning(nets, skipped, undo_bytes)
     whole = replace(rule, by=rule.criterion)
-    settings = _described((whole, ranking.criterion, budget, repair, rows))
+    settings = _described((whole, ranking.criterion, budget, repair, refit, rows))
     run = _Run(
         model, batches, settings, budget, is_repaired, rows, most_cells, loss, allow_dead, generator
     )
@@ -173,6 +181,8 @@ def prune(
         # What cannot be recorded is refused before anything changes.
         run.recorders(step)
     done = run.earlier(pruning) if resume else {}
+    readers = run.readers(pruning) if refit else []
+    count = len(steps) + len(readers)
     is_shared = is_ranked or budget.edits is not None or _has_cost(rule)
     try:
         with evaluating(model):
@@ -181,13 +191,19 @@ def prune(
             if probe is not None:
                 pruning.before = probe()
             for net in nets.values():
-                limit = len(net.journal.undoable) + len(steps)
+                limit = len(net.journal.undoable) + count
                 net.journal.undo_limit = max(net.journal.undo_limit, limit)
-            with tqdm(total=len(steps), desc="gn.prune", unit="stage", disable=not progress) as bar:
+            with tqdm(total=count, desc="gn.prune", unit="stage", disable=not progress) as bar:
                 for step in steps:
                     stage = done.get(step.name)
                     if stage is None:
                         stage = run.carry_out(step, pruning)
+                    pruning.stages = (*pruning.stages, stage)
+                    bar.update(1)
+                for reader in readers:
+                    stage = done.get(_refit_name(reader))
+                    if stage is None:
+                        stage = run.refit(reader, pruning)
                     pruning.stages = (*pruning.stages, stage)
                     bar.update(1)
             if probe is not None:
@@ -198,9 +214,10 @@ def prune(
             net.journal.undo_limit = max(pruning._limits[name], len(net.journal.undoable))
         if not preview and pruning.stages:
             names = ", ".join(stage.name for stage in pruning.stages)
+            commits = sum(map(len, pruning._versions.values()))
             error.add_note(
                 f"gn.prune has pruned {names} before. Call it again with resume=True to go on, or"
-                f" undo() {len(pruning.stages)} commits"
+                f" undo() {commits} commits"
             )
         raise
     finally:
@@ -394,13 +411,16 @@ def _label(net: str, part: str) -> str:
     return f"{net}: {part}" if net else part
 
 
-def _bytes(net: Graph) -> int:
-    """Returns an upper estimate of what undo keeps if all of a net leaves or is assigned."""
+def _bytes(net: Graph, is_refitted: bool) -> int:
+    """Returns an upper estimate of what undo keeps if all of a net leaves or is assigned, and all
+    is assigned once more if it is refitted.
+    """
+    values = 4 if is_refitted else 2
     total = 0
     for store in net._stores().values():
         parameter = store.parameter
         # values before and after, and positions and uids of both ends
-        total += parameter.numel() * (2 * parameter.element_size() + POSITIONS)
+        total += parameter.numel() * (values * parameter.element_size() + POSITIONS)
     for follower in net._followers._alive():
         optimizer = getattr(follower, "optimizer", None)
         if isinstance(optimizer, weakref.ref):
@@ -437,6 +457,7 @@ class _Run:
         name: tells the stages of one run from those of another with the same settings.
         shares: how much leaves in each stage, where it was decided for all of them together.
         is_noted: whether the journal has the shares.
+        aim: the unpruned model beside the present one, where readers are refitted.
     """
 
     model: nn.Module
@@ -452,6 +473,7 @@ class _Run:
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     shares: dict[str, int] | None = None
     is_noted: bool = False
+    aim: Fitting | None = None
 
     def earlier(self, pruning: Pruning) -> dict[str, Stage]:
         """Returns the stages of the last run, which this one goes on with; none if there was none.
@@ -556,21 +578,10 @@ class _Run:
         Raises:
             GrapNetError: one Gram matrix has more numbers.
         """
-        if self.most_cells is not None and hasattr(recorder, "most_cells"):
+        if isinstance(recorder, GramRecorder):
+            limit_matrices(net, recorder, self.most_cells)
+        elif self.most_cells is not None and hasattr(recorder, "most_cells"):
             recorder.most_cells = self.most_cells
-        if not isinstance(recorder, GramRecorder):
-            return
-        width = origin_of(net, recorder.layer, recorder.at).width
-        numbers = (width + 1) ** 2
-        if numbers > recorder.most_cells:
-            raise GrapNetError(
-                f"the Gram matrix for {width:,} columns of {recorder.layer!r} has {numbers:,}"
-                f" numbers (limit {recorder.most_cells:,}); raise most_cells= if there is memory"
-                " for 8 bytes each"
-            )
-        if 2 * numbers > recorder.most_cells:
-            # There is no room for a second matrix.
-            recorder.held_out = 0.0
 
     def carry_out(self, step: _Step, pruning: Pruning) -> Stage:
         """Records what a stage needs, and commits it."""
@@ -619,6 +630,49 @@ class _Run:
         seconds = time.perf_counter() - begin
         return Stage(step.name, leaving, step.present, assigned, seconds)
 
+    def readers(self, pruning: Pruning) -> list[Reader]:
+        """Returns the readers to refit, after a copy of the unpruned model.
+
+        Raises:
+            GrapNetError: the statistics of one have too many numbers.
+        """
+        whole: Any = pruning.nets[""] if isinstance(pruning.nets.get(""), Adopted) else self.model
+        original = copy.deepcopy(whole)
+        for name, net in nets_of(original).items():
+            # of a run that resumes
+            for _ in pruning._versions[name]:
+                net.undo()
+        self.aim = Fitting.of(whole, original, self.batches, None, self.rows, self.most_cells)
+        self.aim.require_room()
+        return self.aim.readers()
+
+    def refit(self, reader: Reader, pruning: Pruning) -> Stage:
+        """Refits a reader, and commits it if it lacks anything."""
+        begin = time.perf_counter()
+        name = _refit_name(reader)
+        present = len(matrix_of(reader.net, reader.key).weights)
+        assert self.aim is not None
+        solution = self.aim.solve(reader)
+        assigned = 0
+        if solution is not None:
+            (net_name,) = [own for own, net in pruning.nets.items() if net is reader.net]
+            with reader.net.edit(name, by=REMARK, allow_dead=self.allow_dead) as edit:
+                solution.write(edit)
+                edit.remark(
+                    REMARK,
+                    run=self.name,
+                    settings=self.settings,
+                    stage=name,
+                    leaving=0,
+                    present=present,
+                    shares=None,
+                    undo_limit=pruning._limits[net_name],
+                )
+            if edit.receipt is not None:
+                assigned = edit.receipt.counts["coordinates_assigned"]
+                pruning._versions[net_name].append(edit.receipt.version)
+        return Stage(name, 0, present, assigned, time.perf_counter() - begin)
+
     def _gram_recorders(self, step: _Step) -> dict[str, Any]:
         """Returns the recorders that a repair needs."""
         if step.layer is not None:
@@ -654,6 +708,10 @@ class _Run:
                     f"the batches left no evidence {name!r} for {what}: they are empty, do not"
                     " reach it, or its criterion records gradients and needs loss="
                 )
+
+
+def _refit_name(reader: Reader) -> str:
+    return f"refit {reader.name}"
 
 
 def _leaving(edit: Any, step: _Step) -> int:

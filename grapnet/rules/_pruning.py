@@ -9,12 +9,12 @@ from grapnet.core._graph import Graph
 
 
 class Stage(NamedTuple):
-    """One layer or transition of a run.
+    """One layer or transition of a run, or one reader that was refitted.
 
     Attributes:
-        name: what was pruned.
+        name: what was pruned, or "refit" and the reader.
         leaving: how many nodes or relations left.
-        present: how many there were.
+        present: how many there were; of a reader, how many children.
         assigned: how many weights and biases got another value.
         seconds: how long it took; 0 for a stage of an earlier call.
     """
@@ -97,6 +97,9 @@ class Pruning:
     def __repr__(self) -> str:
         lines = []
         for stage in self.stages:
+            if stage.leaving == 0 and stage.name.startswith("refit "):
+                lines.append(f"  {stage.name}: {stage.assigned:,} weights and biases")
+                continue
             lines.append(f"  {stage.name}: {stage.leaving:,} of {stage.present:,} removed")
         for part in self.skipped:
             lines.append(f"  {part.name}: skipped, {part.reason}")

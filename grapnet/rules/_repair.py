@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,52 @@ class Repaired(NamedTuple):
     left: float
 
 
+@dataclass(eq=False)
+class Lack:
+    """What the children of a reader lack beside those of another model, over the recorded rows.
+
+    Attributes:
+        products: Σ e [h, 1]ᵀ of what is missing and what is read, [children, columns + 1] float64,
+            over the rows to solve for.
+        held: the same over the rows that are held out.
+        squares: Σ e².
+        received: the sum of the squares of what the children of the other model receive.
+    """
+
+    products: Tensor
+    held: Tensor
+    squares: float = 0.0
+    received: float = 0.0
+
+    @classmethod
+    def none(cls, children: int, columns: int, device: torch.device) -> Lack:
+        """Returns that of no rows."""
+        products = torch.zeros(children, columns, dtype=torch.float64, device=device)
+        return cls(products, torch.zeros_like(products))
+
+    def add(self, rows: Tensor, missing: Tensor, received: Tensor, is_held: Tensor | None) -> None:
+        """Adds rows.
+
+        Args:
+            rows: what is read, [rows, columns] float64.
+            missing: what the children lack, [rows, children] float64.
+            received: what those of the other model receive, like `missing`.
+            is_held: which rows are held out; None if none are.
+        """
+        if is_held is None:
+            _add_products(self.products, rows, missing)
+        else:
+            _add_products(self.products, rows[~is_held], missing[~is_held])
+            _add_products(self.held, rows[is_held], missing[is_held])
+        self.squares += float(missing.square().sum())
+        self.received += float(received.double().square().sum())
+
+
+def _add_products(sums: Tensor, rows: Tensor, missing: Tensor) -> None:
+    sums[:, :-1] += missing.t() @ rows
+    sums[:, -1] += missing.sum(0)
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """The cells of the children of one reader that lose something, the bias last.
@@ -68,6 +114,7 @@ class Case:
         frozen: cells that keep their value.
         folded: what orphans leave to the biases when the edit commits, [children] float64.
         is_repeated: whether the reader is called several times in a pass.
+        lack: what children lack already; None if nothing is known.
     """
 
     name: str
@@ -79,6 +126,7 @@ class Case:
     frozen: Tensor
     folded: Tensor
     is_repeated: bool
+    lack: Lack | None = None
 
     @classmethod
     def of(
@@ -126,29 +174,53 @@ class Case:
         leaving = self.leaving.to(device)
         absent = self.absent.to(device)
         frozen = self.frozen.to(device)
+        lack = self.lack
+        missing = None
+        if lack is not None:
+            missing = lack.products + lack.held
         if damping is None:
             damping = DAMPING
             held = seen.held_out_gram
             if held is not None and float(held[-1, -1]) > 0:
+                apart = None
+                if lack is not None:
+                    apart = (lack.products, lack.held)
                 damping = choose_damping(
-                    weights, seen.gram, held, leaving, absent=absent, frozen=frozen
+                    weights,
+                    seen.gram,
+                    held,
+                    leaving,
+                    absent=absent,
+                    frozen=frozen,
+                    missing=apart,
                 )
         try:
-            found = repaired(weights, total, leaving, damping, absent=absent, frozen=frozen)
+            found = repaired(
+                weights, total, leaving, damping, absent=absent, frozen=frozen, missing=missing
+            )
         except GrapNetError as error:
             error.add_note(f"raised for {self.name}")
             raise
+        if lack is not None:
+            return found, self._fitted(found - weights, total, lack, damping)
         some = torch.arange(0, len(weights), max(1, len(weights) // MEASURED), device=device)
         before = weights[some]
         whole = max(error_of(before, total), torch.finfo(torch.float64).tiny)
         # What leaves, without the constants that the commit gives the biases for it.
-        missing = torch.where(leaving[some], before, 0)
-        missing[:, -1] -= self.folded.to(device)[some]
-        lost = error_of(missing, total) / whole
+        going = torch.where(leaving[some], before, 0)
+        going[:, -1] -= self.folded.to(device)[some]
+        lost = error_of(going, total) / whole
         left = error_of(found[some] - before, total) / whole
         if self.is_repeated:
             left = math.nan
         return found, Repaired(self.name, len(weights), damping, lost, left)
+
+    def _fitted(self, change: Tensor, total: Tensor, lack: Lack, damping: float) -> Repaired:
+        """Returns how much of what children lacked a change of their weights brings."""
+        products = lack.products + lack.held
+        left = lack.squares - 2 * float((change * products).sum()) + error_of(change, total)
+        whole = max(lack.received, torch.finfo(torch.float64).tiny)
+        return Repaired(self.name, len(change), damping, lack.squares / whole, left / whole)
 
 
 def repair(
@@ -188,7 +260,8 @@ def repair(
         EditError: nothing was recorded for a reader, or what leaves cannot be made up for.
         GrapNetError: a matrix is not positive definite.
 
-    Nothing is written into the edit if it raises.
+    Nothing is written into the edit if it raises. What earlier layers lost reaches the layers
+    behind them all the same; `refit` corrects that.
 
     Examples:
         >>> import grapnet as gn
@@ -202,12 +275,7 @@ def repair(
         >>> done.children, done.left < done.lost
         (3, True)
     """
-    recorders = _recorders(evidence)
-    if isinstance(net, Adopted):
-        assert isinstance(edit, SpaceEdit)
-        readers: Any = _Readers(net, edit, recorders)
-    else:
-        readers = _Transitions(net, edit, recorders)
+    readers = writer_of(net, edit, _recorders(evidence))
     cases = readers.cases()
     for case in cases.values():
         reason = case.recorder.stale_reason
@@ -268,6 +336,22 @@ def gram_recorders(
     return found
 
 
+def name_of(net: Graph, key: int | str) -> str:
+    """Returns how reports call a transition of a net, or the weight of a module."""
+    if isinstance(key, str):
+        return key
+    source, target = net.ends[key]
+    return f"layer {source} → layer {target}"
+
+
+def writer_of(net: Graph, edit: Edit, recorders: Sequence[GramRecorder] = ()) -> Any:
+    """Returns what finds the readers that lose something in an open edit, and writes weights."""
+    if isinstance(net, Adopted):
+        assert isinstance(edit, SpaceEdit)
+        return _Readers(net, edit, recorders)
+    return _Transitions(net, edit, recorders)
+
+
 def _recorders(evidence: Any) -> list[GramRecorder]:
     if isinstance(evidence, Mapping):
         evidence = evidence.values()
@@ -282,7 +366,7 @@ class _Transitions:
 
     net: Any
     edit: Edit
-    recorders: list[GramRecorder]
+    recorders: Sequence[GramRecorder]
 
     def cases(self) -> dict[int, Case]:
         """Returns those that lose something, by number."""
@@ -311,8 +395,8 @@ class _Transitions:
             cuts: the positions of the relations.
             folded: what orphans leave to the biases, [nodes of the layer of the children].
         """
-        source, target = self.net.ends[t]
-        name = f"layer {source} → layer {target}"
+        source = self.net.ends[t][0]
+        name = name_of(self.net, t)
         recorder = next((one for one in self.recorders if one.layer == source), None)
         if recorder is None:
             raise EditError(
@@ -364,7 +448,7 @@ class _Readers:
 
     net: Adopted
     edit: SpaceEdit
-    recorders: list[GramRecorder]
+    recorders: Sequence[GramRecorder]
 
     def cases(self) -> dict[str, Case]:
         """Returns those that lose something, by the names of their weights."""
