@@ -159,8 +159,10 @@ class Fitting:
         for name, net in self.nets.items():
             original = self.originals[name]
             keys: dict[int | str, None] = {}
-            # What enters a layer comes before what leaves it.
-            numbers = sorted(chosen_transitions(net, transitions), key=lambda t: net.ends[t][1])
+            numbers = chosen_transitions(net, transitions)
+            if not isinstance(net, Adopted):
+                # What enters a layer comes before what leaves it, also with skips.
+                numbers = sorted(numbers, key=lambda t: net.ends[t][1])
             for t in numbers:
                 problem = _why_not(net, t)
                 if not problem:

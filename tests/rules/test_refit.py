@@ -188,6 +188,33 @@ def test_convolutions_are_solved_over_their_kernels_for_the_children_that_stay()
         torch.testing.assert_close(mine[..., child].flatten(), best, rtol=0, atol=1e-6)
 
 
+class Residual(nn.Module):
+    """A stream to which two blocks add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(6, 24), nn.Linear(24, 6)])
+        self.more = nn.ModuleList([nn.Linear(6, 24), nn.Linear(24, 6)])
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.parts[1](self.parts[0](x).tanh())
+        return self.last(x + self.more[1](self.more[0](x).tanh()))
+
+
+def test_readers_of_a_residual_stream_come_in_the_order_of_their_calls():
+    model = Residual().double()
+    x = make_rows()
+    net = gn.adopt(model, x[:2])
+    original = copy.deepcopy(net)
+    gn.prune(net, [x], relations=0.7, by="magnitude")
+    before = error(model, original.model, x)
+    done = refit(net, original, [x])
+    names = ["parts.0", "parts.1", "more.0", "more.1", "last"]
+    assert [one.reader for one in done] == [f"{name}.weight" for name in names]
+    assert error(model, original.model, x) < before
+
+
 @pytest.mark.parametrize("is_net", [True, False])
 def test_some_rows_of_a_pass_are_compared_with_the_same_rows(is_net):
     if is_net:
