@@ -284,6 +284,12 @@ class Fakes:
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        # The mode does so when it is entered. In torch 2.11, if it was built with CUDA and there is
+        # no GPU, what is set ends with its thread, and the next operation crashes the process; the
+        # mode is entered in threads that end.
+        set_guard = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+        if set_guard is not None:
+            set_guard()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Lets a look at the memory of a tensor warn or raise.
         self._guard_contents = _set_throw_on_mutable_data_ptr

@@ -6,6 +6,7 @@ A test that fails here after an update of torch names what has changed its meani
 import copy
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -201,6 +202,22 @@ def test_fake_tensors_have_shapes_and_no_contents() -> None:
     wide = fakes.imitate(torch.zeros(2, device="meta"), (2, 10**12))
     # Without contents nothing is computed, so no memory of this size is needed.
     assert (wide + 1).sum(1).shape == (2,)
+
+
+def test_fake_tensors_work_after_a_thread_that_used_them_has_ended() -> None:
+    for _ in range(3):
+        fakes = _torch.Fakes()
+        fake = fakes.imitate(torch.zeros(3, 4))
+        shapes = []
+
+        def multiply(fake=fake, fakes=fakes, shapes=shapes) -> None:
+            with fakes.mode:
+                shapes.append((fake @ fake.t()).shape)
+
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        thread.join()
+        assert shapes == [(3, 3)]
 
 
 def test_every_fake_tensor_is_what_the_first_one_is() -> None:
