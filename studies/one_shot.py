@@ -5,9 +5,11 @@ relations of the output layer stay. Statistics come from training images, and no
 set is seen before the accuracy is reported.
 
 - nodes: random ones or those of the smallest norm (of activation and outgoing weights), without
-  repair and with it; a column subset with repair; and elimination with repair;
+  repair and with it; a column subset and elimination, with repair and with a refit after it;
 - relations: random ones; the smallest and Wanda's, without repair and with it; the surgeon's (OBS),
-  as its sweep leaves them and solved for once more; and by alternating steps.
+  as its sweep leaves them and solved for once more; by alternating steps; and the smallest, with
+  repair, and alternating steps, with a refit after them. A refit also changes the weights of the
+  output layer, of which none is cut.
 
 The pruned net is undone each time, and its logits are compared bit for bit. At the largest but one
 share of relations, nets that are cut at random, by magnitude without repair and with it, and by
@@ -30,7 +32,16 @@ from .learning import accuracy
 from .statistics import paired, summary
 from .tables import grid, interval, spread
 
-NODES = ("random", "norm", "random, repaired", "norm, repaired", "subset", "elimination")
+NODES = (
+    "random",
+    "norm",
+    "random, repaired",
+    "norm, repaired",
+    "subset",
+    "elimination",
+    "subset, refitted",
+    "elimination, refitted",
+)
 RELATIONS = (
     "random",
     "magnitude",
@@ -40,6 +51,8 @@ RELATIONS = (
     "obs",
     "obs, solved",
     "alternating",
+    "magnitude, refitted",
+    "alternating, refitted",
 )
 TRAINED_ON = ("dense", "random", "magnitude", "magnitude, repaired", "alternating")
 # The largest loss of accuracy in points, of the best criterion: by nodes and by relations.
@@ -136,7 +149,8 @@ def _pruned(
     elif after == "solved":
         by = OBS(solve=True)
     settings: dict[str, Any] = {"generator": generator, "progress": False}
-    is_repaired = after == "repaired"
+    is_repaired = after in ("repaired", "refitted")
+    settings["refit"] = after == "refitted"
     if kind == "nodes":
         is_repaired = is_repaired or name in ("subset", "elimination")
         return gn.prune(net, [rows], nodes=share, by=by, repair=is_repaired, **settings)
