@@ -266,6 +266,15 @@ def test_what_cannot_follow_stays_while_its_parameters_do_not_move(tmp_path: Pat
     assert not (tmp_path / "cut").exists()
 
 
+def test_the_average_of_one_of_two_equal_nets_does_not_follow_the_other(tmp_path: Path) -> None:
+    live = nn.Sequential(gn.GrapNet([5, 5]), gn.GrapNet([5, 5]))
+    gn.save(tmp_path / "model", live, average=AveragedModel(live[0]))
+    file = gn.open(tmp_path / "model")
+    cut(file.nets["1"])
+    with pytest.raises(gn.errors.CheckpointError, match="average"):
+        file.save()
+
+
 def test_an_edit_of_one_net_leaves_what_undo_gives_back_in_the_other(tmp_path: Path) -> None:
     live = model()
     optimizer = torch.optim.Adam(live.parameters())

@@ -1,4 +1,4 @@
-"""A follower that fails after the decision: the commit is complete without it."""
+"""Followers that fail or are interrupted after the decision: the commit is complete anyway."""
 
 from collections.abc import Callable
 
@@ -45,3 +45,35 @@ def test_the_rest_of_the_commit_is_installed_and_no_other_net_is_affected() -> N
     net.unfollow(failing)
     net.undo()
     assert net.count().relations == 18
+
+
+class Interrupting:
+    """A follower that is interrupted the first times that its state is installed."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def prepare(self, graph: gn.GrapNet, commit: gn.Commit) -> Callable[[], None]:
+        return self.install
+
+    def install(self) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise KeyboardInterrupt
+
+
+def test_a_read_completes_a_commit_that_interrupts_have_stopped() -> None:
+    net = gn.GrapNet([4, 3, 2])
+    # Each of the three attempts inside of the edit is interrupted.
+    interrupting = Interrupting(3)
+    net.follow(interrupting)
+    optimizer = Adam(net.parameters())
+    gn.attach(optimizer, net)
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    weight = net.transitions[0].weight
+    with pytest.raises(KeyboardInterrupt), net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=2))
+    assert net.version == 1
+    # The optimizer comes after the interrupted follower.
+    assert optimizer.state[weight]["exp_avg"].shape == weight.shape == (10, 1)

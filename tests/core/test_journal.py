@@ -268,6 +268,18 @@ def test_the_oldest_details_go_first_and_the_rest_stays(rewired: gn.GrapNet) -> 
     assert rewired.history[0].operations[0] == {"operation": "cut"}
 
 
+def test_details_of_large_commits_count_with_all_of_their_bytes() -> None:
+    net = gn.GrapNet([60, 300, 2], density=1)
+    net.journal.undo_limit = 1
+    net.journal.detail_limit = 100_000
+    for _ in range(5):
+        with net.edit() as edit:
+            edit.cut(net.layers[0].outgoing().smallest(count=3000))
+    sizes = [commit.change.detail_bytes for commit in net.history if commit.has_details]
+    assert min(sizes) > 30_000
+    assert sum(sizes) <= 100_000
+
+
 def test_an_outline_has_the_time_of_its_commit(net: gn.GrapNet) -> None:
     for _ in range(2):
         grow(net)

@@ -322,6 +322,9 @@ def test_transforms_and_forward_mode_run_plain_operations() -> None:
     x = inputs(net, 4)
     require_close({"": torch.func.jacrev(net)(x)}, {"": torch.func.jacrev(twin)(x)})
     require_close({"": torch.func.vmap(net)(x[:, None])}, {"": twin(x)[:, None]})
+    with torch.device("meta"):
+        elsewhere = torch.func.vmap(net)(x[:, None])
+    assert torch.equal(elsewhere, torch.func.vmap(net)(x[:, None]))
     with forward_ad.dual_level():
         output = net(forward_ad.make_dual(x, x.cos()))
         tangent = forward_ad.unpack_dual(output).tangent

@@ -250,16 +250,18 @@ def test_renewed_state_is_as_torch_makes_it_whatever_the_default_dtype_and_devic
 
 
 # Of optimizers of other packages: an entry, and what the package fills it with at first.
-STARTS = {
-    "Adai": ("beta1_prod", 1.0),
-    "BSAM": ("s", 1.0),
-    "DAdaptAdaGrad": ("alpha_k", 1e-6),
-}
+STARTS = [
+    ("Adai", "beta1_prod", 1.0),
+    ("BSAM", "s", 1.0),
+    ("DAdaptAdaGrad", "alpha_k", 1e-6),
+    ("DAdaptAdaGrad", "alphak", 1e-6),
+]
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_a_newborn_starts_from_what_its_optimizer_starts_from(name: str) -> None:
-    entry, start = STARTS[name]
+@pytest.mark.parametrize(("name", "entry", "start"), STARTS)
+def test_a_newborn_starts_from_what_its_optimizer_starts_from(
+    name: str, entry: str, start: float
+) -> None:
     net = make_net()
     # Known by the name of its class; the package is not needed.
     optimizer = type(name, (SGD,), {})(net.parameters(), lr=0.01)

@@ -247,6 +247,21 @@ def test_of_several_copies_the_one_that_is_meant_must_be_named() -> None:
     averaged.update_parameters(model)
 
 
+def test_a_copy_that_stops_following_one_net_follows_the_other() -> None:
+    net = make_net()
+    other = copy.deepcopy(net)
+    twin = copy.deepcopy(net)
+    gn.attach(twin, net)
+    gn.attach(twin, other)
+    gn.detach(twin, net)
+    before = twin.version
+    rewire(net)
+    assert twin.version == before
+    rewire(other)
+    assert twin.version == other.version
+    gn.check(twin)
+
+
 def test_what_is_no_copy_is_refused() -> None:
     net = make_net()
     late = AveragedModel(net)

@@ -106,6 +106,21 @@ def test_unfrozen_weights_start_with_clean_state_and_undo_gives_theirs_back(
     assert int(resnet.optimizer.state[parameter]["exp_avg"].count_nonzero()) == 0
 
 
+def test_a_flat_entry_of_an_optimizer_follows_the_relations(resnet: Subject) -> None:
+    net = resnet.net
+    relations = net.relations(net.transitions[1].name)
+    parameter = dict(resnet.model.named_parameters())[net.transitions[1].name]
+    # Known by the name of its class; Prodigy keeps an entry with the values in one vector.
+    prodigy = type("Prodigy", (torch.optim.SGD,), {})(resnet.model.parameters(), lr=0.01)
+    gn.attach(prodigy, net)
+    prodigy.state[parameter]["s"] = parameter.detach().flatten()
+    before = parameter.numel()
+    with net.edit() as edit:
+        edit.cut(relations.smallest(fraction=0.5))
+    assert parameter.numel() < before
+    assert torch.equal(prodigy.state[parameter]["s"], parameter.detach().flatten())
+
+
 def test_connected_relations_get_the_weights_that_were_asked_for(resnet: Subject) -> None:
     net = resnet.net
     weight = net.transitions[1]

@@ -65,6 +65,7 @@ AREAS = {
             "tests/execution/test_attention_following.py",
             "tests/spaces/test_depth.py",
             "tests/spaces/test_edits.py",
+            "tests/spaces/test_memory.py",
         ),
         without=("grapnet/following/_capture.py", "grapnet/following/_watch.py"),
     ),
