@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from grapnet.core._change import Change, VectorChange
 from grapnet.core._errors import EditError, GrapNetError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import IndexMap
+from grapnet.core._index_map import IndexMap, flatnonzero
 from grapnet.core._layer import LiveNodes
 from grapnet.execution._changes import count_steps, state_of
 from grapnet.spaces._adopted import Adopted
@@ -263,6 +263,7 @@ class Products:
         rows: how many rows both have together.
         writes: the number of writes to Parameters that the rows came after.
         stale: why the rows are out of date; empty if they are not.
+        spare: memory for rows that are copied while a recorder is armed.
     """
 
     origin: Origin
@@ -271,6 +272,7 @@ class Products:
     rows: int
     writes: int
     stale: str = ""
+    spare: Tensor | None = None
 
     @classmethod
     def none(cls, origin: Origin, has_held: bool, writes: int) -> Products:
@@ -297,9 +299,21 @@ class Products:
             _add_products(self.sums, h)
             return None
         is_held = _are_held_out(first, len(h), share)
-        _add_products(self.sums, h[~is_held])
-        _add_products(self.held, h[is_held])
+        _add_products(self.sums, self._selected(h, ~is_held))
+        _add_products(self.held, self._selected(h, is_held))
         return is_held
+
+    def _selected(self, h: Tensor, marks: Tensor) -> Tensor:
+        """Returns a copy of the marked rows, until the next one.
+
+        New memory would take longer to touch for the first time than the copy itself.
+        """
+        at = flatnonzero(marks).long().to(h.device)
+        size = len(at) * h.shape[1]
+        spare = self.spare
+        if spare is None or len(spare) < size or (spare.dtype, spare.device) != (h.dtype, h.device):
+            spare = self.spare = h.new_empty(size)
+        return torch.index_select(h, 0, at, out=spare[:size].view(len(at), h.shape[1]))
 
     def after(self, change: Change) -> Products:
         """Returns it after a change of the net, its columns as they were."""
@@ -323,7 +337,7 @@ class Products:
     def copied(self) -> Products:
         """Returns an independent copy."""
         held = None if self.held is None else self.held.clone()
-        return replace(self, sums=self.sums.clone(), held=held)
+        return replace(self, sums=self.sums.clone(), held=held, spare=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns it as numbers and tensors."""
@@ -513,6 +527,12 @@ class GramRecorder(NetRecorder[Products]):
                 " leave out the second matrix with held_out=0"
             )
         super().arm(net)
+
+    def disarm(self) -> None:
+        """Stops watching and keeps what it has seen."""
+        super().disarm()
+        if self._evidence is not None:
+            self._evidence.spare = None
 
     def _watch(self, net: Any) -> list[Callable[[], None]]:
         origin = self._origin
