@@ -503,7 +503,7 @@ class Coordinates(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_reads_before": {}}
+        state = {**super().__getstate__(), "_reads_before": {}}
         if "vector" in state:
             state["vector"] = (self.vector.frozen_at, self.vector.order)
         return state

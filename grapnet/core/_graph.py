@@ -664,7 +664,8 @@ class Graph(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if unsettled:
             settle()
-        return {**self.__dict__, "_edit": None}
+        # torch leaves out what `compile()` made, which would run the net that was copied
+        return {**super().__getstate__(), "_edit": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

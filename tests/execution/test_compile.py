@@ -2,6 +2,7 @@
 compilation more when sizes change for the first time.
 """
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -74,6 +75,18 @@ def test_a_fresh_net_is_one_graph(backend: str, shape: str, device: str) -> None
     if shape == "ragged":
         edited(net, EDITS["cut_one"])
         require_equal(compiled(net), net)
+
+
+def test_a_copy_of_a_net_that_was_compiled_in_place_runs_itself() -> None:
+    net = gn.GrapNet([4, 8, 3])
+    x = torch.randn(5, 4)
+    net.compile(backend="eager")
+    before = net(x).detach()
+    double = copy.deepcopy(net)
+    with double.edit() as edit:
+        edit.remove_nodes(double.layers[1][:4])
+    assert not torch.allclose(double(x), before)
+    assert torch.equal(net(x), before)
 
 
 @backends
