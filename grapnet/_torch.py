@@ -125,6 +125,24 @@ def uncompiled(model: Any) -> Any:
     return getattr(model, COMPILED, model)
 
 
+@contextmanager
+def without_compiled_calls(model: nn.Module) -> Iterator[None]:
+    """Runs modules on which `compile()` was called as they are, inside the block: their compiled
+    code may call no hooks that came later.
+    """
+    held = []
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            held.append((module, module._compiled_call_impl))
+    try:
+        for module, _ in held:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in held:
+            module._compiled_call_impl = call
+
+
 def count_of_writes(tensor: torch.Tensor) -> int:
     """Returns how often torch has noted a write into the memory of a tensor."""
     return tensor._version

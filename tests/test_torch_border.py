@@ -473,6 +473,23 @@ def test_a_compiled_module_holds_the_module() -> None:
     assert dict(compiled.named_children()) == {_torch.COMPILED: module}
 
 
+def test_a_module_compiled_in_place_runs_as_it_is_inside_a_block() -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    module = Doubled()
+    x = torch.randn(3, 2)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *given: [torch.zeros(3, 2)]
+
+    module.compile(backend=backend)
+    with _torch.without_compiled_calls(module):
+        assert torch.equal(module(x), 2 * x)
+    assert not module(x).any()
+
+
 def test_writes_into_tensors_are_counted() -> None:
     parameter = nn.Parameter(torch.ones(2))
     before = _torch.count_of_writes(parameter)

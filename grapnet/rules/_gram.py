@@ -28,6 +28,11 @@ from ._recorder import NetRecorder, layer_of, plainly
 from ._rule import as_names
 from ._taps import Tap, called_before, paths_of, watch_taps
 
+
+class TooManyNumbers(GrapNetError):
+    """A Gram matrix has more numbers than a recorder may keep."""
+
+
 # Columns of which the products with all columns before them are computed at a time: only one half
 # of a symmetric matrix is computed.
 STRIPE = 384
@@ -357,7 +362,13 @@ def _are_held_out(first: int, count: int, share: float) -> Tensor:
     size = max(1, count // BLOCKS)
     block = torch.arange(first, first + count, dtype=torch.float64, device="cpu")
     block = (block / size).floor()
-    return ((block + 1) * share).floor() > (block * share).floor()
+    # One block of every cycle, at a place that looks random: at the same one it could always be the
+    # same position of a sample.
+    cycle = (block * share).floor()
+    start = (cycle / share).ceil()
+    length = ((cycle + 1) / share).ceil() - start
+    place = (length - 1 - (cycle.long() * 2654435761 % 2**32 >> 16)).remainder(length)
+    return block == start + place
 
 
 def _add_products(sums: Tensor, h: Tensor) -> None:
@@ -699,14 +710,14 @@ def limit_matrices(net: Graph, recorder: GramRecorder, most_cells: int | None) -
     Where there is no room for a second matrix, no rows are held out.
 
     Raises:
-        GrapNetError: one matrix has more numbers.
+        TooManyNumbers: one matrix has more numbers.
     """
     if most_cells is not None:
         recorder.most_cells = most_cells
     width = origin_of(net, recorder.layer, recorder.at).width
     numbers = (width + 1) ** 2
     if numbers > recorder.most_cells:
-        raise GrapNetError(
+        raise TooManyNumbers(
             f"the Gram matrix for {width:,} columns of {recorder.layer!r} has {numbers:,} numbers"
             f" (limit {recorder.most_cells:,}); raise most_cells= if there is memory for 8 bytes"
             " each"

@@ -19,19 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from grapnet._torch import tqdm
-from grapnet.core._errors import EditError, GrapNetError
+from grapnet.core._errors import EditError, GrapNetError, HistoryError
 from grapnet.core._evaluating import evaluating
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
 from grapnet.core._sets import RelationSet
 from grapnet.spaces import adopt
 from grapnet.spaces._adopted import Adopted
-from grapnet.spaces._statistics import call_of
+from grapnet.spaces._statistics import call_of, require_repeatable
 
 from ._budget import Budget, enforce, shared_out
 from ._cells import why_not_linear
 from ._criteria import refusal_of
-from ._gram import GramRecorder, limit_matrices
+from ._gram import GramRecorder, TooManyNumbers, limit_matrices
 from ._matrices import matrix_of
 from ._nodes import PruneNodes
 from ._obs import matrix_recorders
@@ -300,11 +300,7 @@ def _model_and_nets(
     model: nn.Module, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None
 ) -> tuple[nn.Module, dict[str, Graph]]:
     """Returns what to run, and the graphs to prune by name; adopts a model without any."""
-    if isinstance(batches, Iterator | Tensor):
-        raise TypeError(
-            "batches are a list or a DataLoader: an iterator ends after the first layer, and a"
-            " tensor would be run row by row"
-        )
+    require_repeatable(batches)
     if isinstance(model, Adopted):
         return model.model, {"": model}
     try:
@@ -634,16 +630,21 @@ class _Run:
         """Returns the readers to refit, after a copy of the unpruned model.
 
         Raises:
-            GrapNetError: the statistics of one have too many numbers.
+            EditError: a run that resumes cannot undo the copy.
         """
         whole: Any = pruning.nets[""] if isinstance(pruning.nets.get(""), Adopted) else self.model
         original = copy.deepcopy(whole)
         for name, net in nets_of(original).items():
             # of a run that resumes
             for _ in pruning._versions[name]:
-                net.undo()
+                try:
+                    net.undo()
+                except HistoryError as error:
+                    raise EditError(
+                        "refit=True aims at the unpruned model, to which a run that resumes undoes"
+                        f" a copy: {error}"
+                    ) from error
         self.aim = Fitting.of(whole, original, self.batches, None, self.rows, self.most_cells)
-        self.aim.require_room()
         return self.aim.readers()
 
     def refit(self, reader: Reader, pruning: Pruning) -> Stage:
@@ -652,7 +653,11 @@ class _Run:
         name = _refit_name(reader)
         present = len(matrix_of(reader.net, reader.key).weights)
         assert self.aim is not None
-        solution = self.aim.solve(reader)
+        solution = None
+        try:
+            solution = self.aim.solve(reader)
+        except TooManyNumbers as error:
+            pruning.skipped = (*pruning.skipped, Skipped(name, str(error)))
         assigned = 0
         if solution is not None:
             (net_name,) = [own for own, net in pruning.nets.items() if net is reader.net]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from grapnet._torch import uncompiled, untraced, without_compiled_calls
 from grapnet.core._errors import EditError
 from grapnet.core._evaluating import evaluating
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import covered
-from grapnet.spaces._statistics import call_of
+from grapnet.spaces._statistics import call_of, require_repeatable
 
 from ._cells import linear_of, why_not_linear, with_batch
 from ._gram import GramRecorder, LayerOrigin, limit_matrices, origin_of
@@ -47,8 +48,9 @@ def refit(
     over. It matters where most of a model was removed.
 
     No relation is created, and frozen coordinates keep their values. Readers are Linears and
-    convolutions, as for `repair`; others are left as they are. Both models are in evaluation mode
-    meanwhile. Every reader is one commit; those that lack nothing are not touched.
+    convolutions, as for `repair`, that are called once in a pass; others are left as they are. Both
+    models are in evaluation mode meanwhile. Every reader is one commit; those that lack nothing are
+    not touched.
 
     Args:
         model: a net, the graph of an adopted model, or a model with nets inside.
@@ -61,12 +63,15 @@ def refit(
         most_cells: how many numbers the statistics of a reader may have, as for `gn.prune`.
 
     Returns:
-        What was done, one entry for each reader that changed: `lost` is the share of the squares of
-        what its children receive in `original` that was missing, and `left` what is still missing.
+        What was done, in the order of the calls, one entry for each reader that changed: `lost` is
+        the share of the squares of what its children receive in `original` that was missing, and
+        `left` what is still missing.
 
     Raises:
         EditError: `original` is no copy of `model`, or has other nodes than those that left; or a
             transition is named that cannot be refitted.
+        GrapNetError: the statistics of a reader have too many numbers.
+        TypeError: `batches` can be run only once.
 
     Readers before an error or an interrupt are refitted.
 
@@ -132,6 +137,7 @@ class Fitting:
         most_cells: int | None,
     ) -> Fitting:
         """Returns that of a model and its original; raises EditError if that has other nets."""
+        require_repeatable(batches)
         nets = nets_of(model)
         try:
             originals = nets_of(original)
@@ -150,20 +156,16 @@ class Fitting:
         )
 
     def readers(self, transitions: Any = None) -> list[Reader]:
-        """Returns what can be refitted, in the order of the transitions.
+        """Returns what can be refitted, in the order in which the original calls it.
 
         Raises:
-            EditError: a transition is named that cannot be.
+            EditError: a transition is named that cannot be, or there are no batches.
         """
         found = []
         for name, net in self.nets.items():
             original = self.originals[name]
             keys: dict[int | str, None] = {}
-            numbers = chosen_transitions(net, transitions)
-            if not isinstance(net, Adopted):
-                # What enters a layer comes before what leaves it, also with skips.
-                numbers = sorted(numbers, key=lambda t: net.ends[t][1])
-            for t in numbers:
+            for t in chosen_transitions(net, transitions):
                 problem = _why_not(net, t)
                 if not problem:
                     keys[key_of(net, t)] = None
@@ -174,26 +176,44 @@ class Fitting:
                 if name:
                     label = f"{name}: {label}"
                 found.append(Reader(label, net, original, key))
-        return found
+        return self._in_order_of_calls(found)
 
-    def require_room(self) -> None:
-        """Raises GrapNetError if the statistics of a reader have too many numbers."""
-        for reader in self.readers():
-            self._aim(reader, [])
+    def _in_order_of_calls(self, readers: list[Reader]) -> list[Reader]:
+        calls: dict[int, int] = {}
+        ends = []
+        for number, reader in enumerate(readers):
 
-    def _aim(self, reader: Reader, waiting: list[Tensor]) -> _Aim:
-        aim = _Aim(reader.net, reader.key, self.rows, waiting)
-        limit_matrices(reader.net, aim, self.most_cells)
-        return aim
+            def note(sums: Tensor, number: int = number) -> None:
+                calls.setdefault(number, len(calls))
+
+            ends.append(_watch_sums(reader.original, reader.key, note))
+        try:
+            with evaluating(self.original), torch.no_grad():
+                for batch in self.batches:
+                    _run(self.original, batch)
+                    break
+                else:
+                    raise EditError("there are no batches to run the models on")
+        finally:
+            for end in ends:
+                end()
+        order = sorted(range(len(readers)), key=lambda number: calls.get(number, len(readers)))
+        return [readers[number] for number in order]
 
     def solve(self, reader: Reader) -> Solution | None:
-        """Returns the weights of a reader; None if it lacks nothing."""
+        """Returns the weights of a reader; None if it lacks nothing, or the batches do not reach
+        it.
+
+        Raises:
+            TooManyNumbers: its statistics have too many numbers.
+        """
         children = _children(reader)
         if _is_unchanged(reader, children):
             return None
         net = reader.net
         waiting: list[Tensor] = []
-        aim = self._aim(reader, waiting)
+        aim = _Aim(net, reader.key, self.rows, waiting)
+        limit_matrices(net, aim, self.most_cells)
         ends = [
             _watch_sums(
                 reader.original, reader.key, lambda sums: waiting.append(sums[:, children])
@@ -202,7 +222,11 @@ class Fitting:
         ]
         aim.arm(net)
         try:
-            self._run(waiting)
+            with evaluating(self.original), evaluating(self.model), torch.no_grad():
+                for batch in self.batches:
+                    waiting.clear()
+                    _run(self.original, batch)
+                    _run(self.model, batch)
         finally:
             aim.disarm()
             for end in ends:
@@ -223,26 +247,27 @@ class Fitting:
 
         return Solution(write, report)
 
-    def _run(self, waiting: list[Tensor]) -> None:
-        """Runs both models on all batches."""
-        with evaluating(self.original), evaluating(self.model), torch.no_grad():
-            for batch in self.batches:
-                waiting.clear()
-                for model in (self.original, self.model):
-                    parameter = next(model.parameters(), None)
-                    device = torch.device("cpu") if parameter is None else parameter.device
-                    args, kwargs = call_of(batch, device)
-                    model(*args, **kwargs)
+
+def _run(model: nn.Module, batch: Any) -> None:
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    args, kwargs = call_of(batch, device)
+    with without_compiled_calls(model):
+        model(*args, **kwargs)
 
 
 def _runs(model: Any) -> nn.Module:
-    return model.model if isinstance(model, Adopted) else model
+    return uncompiled(model.model if isinstance(model, Adopted) else model)
 
 
 def _why_not(net: Any, t: int) -> str:
     """Returns why a transition cannot be refitted; empty if it can."""
     if isinstance(net, Adopted):
-        return why_not_linear(net, net.transitions[t].name)
+        name = net.transitions[t].name
+        problem = why_not_linear(net, name)
+        if not problem and linear_of(net, name).path in net._typed.repeated:
+            problem = "it is called several times in a pass, and reads what depends on itself"
+        return problem
     policy = net.execution.policies().get(t)
     return f"it runs with {policy.name}, and not as a sum" if policy else ""
 
@@ -269,6 +294,10 @@ class _Aim(GramRecorder):
         self.lack: Lack | None = None
         self._waiting = waiting
         self._input: Tensor | None = None
+
+    def _notice_writes(self) -> None:
+        # Nothing writes while both models run.
+        pass
 
     def _take(self, tensor: Tensor) -> None:
         # until the children have received what it sends
@@ -305,17 +334,27 @@ def _watch_sums(graph: Any, key: Any, see: Callable[[Tensor], None]) -> Callable
     if isinstance(graph, Adopted):
         module = linear_of(graph, key).module(graph)
 
+        @untraced
         def after(module: nn.Module, args: Any, output: Tensor) -> None:
             rows = with_batch(module, output.detach()).movedim(1, -1)
             see(rows.reshape(-1, rows.shape[-1]))
 
         return module.register_forward_hook(after).remove
 
+    @untraced
     def before(layer: nn.Module, args: Any) -> None:
         see(args[0].detach().reshape(-1, args[0].shape[-1]))
 
     layer: nn.Module = graph.layers[graph.ends[key][1]]
-    return layer.register_forward_pre_hook(before).remove
+    handle = layer.register_forward_pre_hook(before)
+    # Compiled code calls no hooks.
+    forget = graph.execution._note_recorder()
+
+    def end() -> None:
+        handle.remove()
+        forget()
+
+    return end
 
 
 def _children(reader: Reader) -> Tensor:
@@ -329,7 +368,10 @@ def _children(reader: Reader) -> Tensor:
     if not isinstance(net, Adopted):
         target = net.ends[reader.key][1]
         if list(net.ends) != list(original.ends):
-            raise _others(reader)
+            raise EditError(
+                f"{net} and the original have other transitions: {list(net.ends)} and"
+                f" {list(original.ends)}"
+            )
         return _kept(reader, net.layers[target], original.layers[target]).nonzero().view(-1)
     if reader.key not in original._grids() or len(net.spaces) != len(original.spaces):
         raise _others(reader)
@@ -357,30 +399,50 @@ def _others(reader: Reader) -> EditError:
 
 
 def _is_unchanged(reader: Reader, children: Tensor) -> bool:
-    """Returns whether a reader and all before it are as in the original."""
-    own = list(_before(reader.net, reader.key))
-    others = list(_before(reader.original, reader.key))
-    own.append(matrix_of(reader.net, reader.key).weights)
-    others.append(matrix_of(reader.original, reader.key).weights[children])
-    if len(own) != len(others):
+    """Returns whether all that the children of a reader receive is as in the original."""
+    net = reader.net
+    original = reader.original
+    if isinstance(net, Adopted):
+        weight = next(one for one in net.transitions if one.name == reader.key)
+        origin: Any = origin_of(net, weight.source, linear_of(net, reader.key).path)
+        pairs = [_matrices(reader, reader.key, children)]
+        for name in sorted(origin.tensors):
+            pairs.append((net._grids()[name].whole, original._grids()[name].whole))
+        return _are_equal(pairs)
+    if net.execution.policies():
         return False
-    for one, other in zip(own, others, strict=True):
+    target = net.ends[reader.key][1]
+    origin = LayerOrigin.of(net, target)
+    for number in origin.above:
+        if not _same_activations(net.layers[number], original.layers[number]):
+            return False
+    pairs = []
+    for t, to in origin.entering:
+        rows = children
+        if to != target:
+            rows = torch.arange(len(original.layers[to]))
+        pairs.append(_matrices(reader, t, rows))
+    return _are_equal(pairs)
+
+
+def _matrices(reader: Reader, key: Any, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weights of a transition, biases included, and those of some rows of it in the
+    original.
+    """
+    own = matrix_of(reader.net, key).weights
+    return own, matrix_of(reader.original, key).weights[rows.to(own.device)]
+
+
+def _same_activations(layer: Any, other: Any) -> bool:
+    own = layer._roster.kinds
+    others = other._roster.kinds
+    if [kind.function for kind in own] != [kind.function for kind in others]:
+        return False
+    return _are_equal((one.rows, two.rows) for one, two in zip(own, others, strict=True))
+
+
+def _are_equal(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    for one, other in pairs:
         if one.shape != other.shape or not torch.equal(one, other):
             return False
     return True
-
-
-def _before(net: Any, key: Any) -> Iterator[Tensor]:
-    """Yields the numbers that what a reader reads depends on."""
-    if isinstance(net, Adopted):
-        weight = next(one for one in net.transitions if one.name == key)
-        origin: Any = origin_of(net, weight.source, linear_of(net, key).path)
-        for name in sorted(origin.tensors):
-            yield net._grids()[name].whole.detach()
-        return
-    origin = LayerOrigin.of(net, net.ends[key][0])
-    for number in sorted({net.ends[key][0], *origin.above}):
-        if not net.layers[number].is_sensory:
-            yield net.layers[number].values().detach()
-    for t, _ in origin.entering:
-        yield net.transitions[t].values().detach()

@@ -1,6 +1,6 @@
 """refresh_statistics: the running statistics of BatchNorm, estimated again after a cut."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,15 @@ def refresh_statistics(
 
 def _has_statistics(part: nn.Module) -> bool:
     return isinstance(part, BatchNorm) and part.running_mean is not None
+
+
+def require_repeatable(batches: Iterable[Any]) -> None:
+    """Raises TypeError for batches that can be run only once, or only row by row."""
+    if isinstance(batches, Iterator | Tensor):
+        raise TypeError(
+            "batches are a list or a DataLoader: an iterator ends after the first layer, and a"
+            " tensor would be run row by row"
+        )
 
 
 def call_of(batch: Any, device: torch.device) -> Example:

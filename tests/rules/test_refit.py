@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
+import grapnet.rules as gn_rules
 from grapnet.errors import EditError
 from grapnet.rules import refit
 
@@ -189,20 +190,21 @@ def test_convolutions_are_solved_over_their_kernels_for_the_children_that_stay()
 
 
 class Residual(nn.Module):
-    """A stream to which two blocks add."""
+    """A stream to which two blocks add, registered in another order than they are called in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(6, 24), nn.Linear(24, 6)])
-        self.more = nn.ModuleList([nn.Linear(6, 24), nn.Linear(24, 6)])
         self.last = nn.Linear(6, 3)
+        self.more = nn.ModuleList([nn.Linear(6, 24), nn.Linear(24, 6)])
+        self.parts = nn.ModuleList([nn.Linear(6, 24), nn.Linear(24, 6)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.parts[1](self.parts[0](x).tanh())
         return self.last(x + self.more[1](self.more[0](x).tanh()))
 
 
-def test_readers_of_a_residual_stream_come_in_the_order_of_their_calls():
+def test_readers_come_in_the_order_of_their_calls():
+    torch.manual_seed(4)
     model = Residual().double()
     x = make_rows()
     net = gn.adopt(model, x[:2])
@@ -213,6 +215,135 @@ def test_readers_of_a_residual_stream_come_in_the_order_of_their_calls():
     names = ["parts.0", "parts.1", "more.0", "more.1", "last"]
     assert [one.reader for one in done] == [f"{name}.weight" for name in names]
     assert error(model, original.model, x) < before
+
+
+def test_nets_in_a_model_come_in_the_order_of_their_calls():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = make_net(sizes=[3, 24, 2])
+            self.early = make_net(sizes=[6, 24, 3])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.late(self.early(x).tanh())
+
+    model = Two()
+    x = make_rows()
+    original = copy.deepcopy(model)
+    gn.prune(model, [x], relations=0.8, by="magnitude")
+    before = error(model, original, x)
+    done = refit(model, original, [x])
+    assert [one.reader.partition(":")[0] for one in done] == ["early", "early", "late", "late"]
+    assert error(model, original, x) < before
+
+
+def test_what_else_the_children_receive_counts_as_missing():
+    # The skip loses relations, and the other transition into the layer makes up for them.
+    net = make_net(skips=[(0, 2)])
+    x = make_rows()
+    original = copy.deepcopy(net)
+    with net.edit(allow_dead=True) as edit:
+        edit.cut(net.layers[0].outgoing(to=net.layers[2]).smallest(fraction=0.7))
+    done = refit(net, original, [x])
+    assert {one.reader for one in done} >= {"layer 0 → layer 2", "layer 1 → layer 2"}
+    assert refit(net, original, [x], transitions=0) == ()
+
+
+def test_another_activation_is_made_up_for_behind_it():
+    net = make_net()
+    x = make_rows()
+    original = copy.deepcopy(net)
+    with net.edit() as edit:
+        edit.set_activation(net.layers[1], "tanh")
+    before = error(net, original, x)
+    done = refit(net, original, [x])
+    assert [one.reader for one in done] == ["layer 1 → layer 2", "layer 2 → layer 3"]
+    assert error(net, original, x) < 0.5 * before
+
+
+def test_a_module_that_is_called_several_times_is_left_as_it_is():
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 16)
+            self.again = nn.Linear(16, 16)
+            self.last = nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x).tanh()
+            for _ in range(3):
+                h = self.again(h).tanh()
+            return self.last(h)
+
+    model = Repeated().double()
+    x = make_rows()
+    net = gn.adopt(model, x[:2])
+    original = copy.deepcopy(net)
+    with net.edit(allow_dead=True) as edit:
+        edit.cut(net.relations("again").smallest(fraction=0.6))
+    weights = model.again.weight.clone()
+    assert [one.reader for one in refit(net, original, [x])] == ["last.weight"]
+    assert torch.equal(model.again.weight, weights)
+    with pytest.raises(EditError, match="several times"):
+        refit(net, original, [x], transitions="again")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_weights_that_a_compiled_step_wrote_are_solved_for_over_all_batches():
+    net = make_net()
+    x = make_rows()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    gn.attach(optimizer, net)
+    gn.prune(net, [x], relations=0.5, by="magnitude").undo()
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        net(x).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+    original = copy.deepcopy(net)
+    with net.edit(allow_dead=True) as edit:
+        for layer in net.layers[:-1]:
+            edit.cut(layer.outgoing().smallest(fraction=0.8))
+    before = error(net, original, x)
+    done = refit(net, original, x.split(100))
+    assert all(0 <= one.left < one.lost for one in done)
+    assert error(net, original, x) < before
+
+
+def test_a_compiled_net_is_refitted():
+    net = make_net()
+    x = make_rows()
+    net.compile(backend="eager")
+    with torch.no_grad():
+        net(x)
+    pruning = gn.prune(net, [x], relations=0.7, by="magnitude", refit=True)
+    assert sum(stage.assigned for stage in pruning.stages if "refit" in stage.name) > 0
+    pruning.undo()
+
+
+def test_batches_are_there_and_can_be_run_again():
+    net = make_net()
+    x = make_rows()
+    original = copy.deepcopy(net)
+    with net.edit() as edit:
+        edit.remove_nodes(net.layers[1][:4])
+    for batches in (iter([x]), (part for part in [x]), x):
+        with pytest.raises(TypeError):
+            refit(net, original, batches)
+    with pytest.raises(EditError, match="batches"):
+        refit(net, original, [])
+
+
+def test_gn_prune_lists_readers_that_are_too_wide_to_refit():
+    net = make_net(sizes=[6, 12, 48, 12, 3])
+    x = make_rows()
+    pruning = gn.prune(
+        net, [x], nodes=gn_rules.PruneNodes(0.5, spaces=(1,)), refit=True, most_cells=800
+    )
+    (skipped,) = pruning.skipped
+    assert skipped.name == "refit layer 2 → layer 3"
+    assert pruning.stages[-1].assigned > 0
+    pruning.undo()
 
 
 @pytest.mark.parametrize("is_net", [True, False])
@@ -266,7 +397,7 @@ def test_a_run_that_resumes_refits_to_the_unpruned_net():
     class Ends(list):
         """Batches that end in an error once they were run so many times."""
 
-        left = 3
+        left = 4
 
         def __iter__(self):
             self.left -= 1
