@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -41,6 +41,7 @@ from ._refit import Fitting, Reader
 from ._repair import gram_recorders, problem_of
 from ._repair import repair as repair_readers
 from ._rule import RuleContext, chosen_transitions, nets_of
+from ._taps import order_of_call, paths_of
 
 # What commits of one run have in common in the journal.
 REMARK = "gn.prune"
@@ -280,7 +281,7 @@ def _steps_and_skipped(
         else:
             found = _relation_steps(name, net, rule)
             is_named = rule.transitions is not None
-        for step in found:
+        for step in sorted(found, key=_call_of):
             reason = step.why_not_scored(rule.criterion) or step.why_not_scored(ranking.criterion)
             if not reason and is_repaired:
                 reason = step.why_not_repaired()
@@ -294,6 +295,19 @@ def _steps_and_skipped(
         reasons = "".join(f"\n  {part.name}: {part.reason}" for part in skipped)
         raise EditError(f"nothing of this model can be pruned with these settings{reasons}")
     return steps, tuple(skipped)
+
+
+def _call_of(step: _Step) -> int:
+    """Returns when what a stage changes is called first; 0 in a net, whose layers have an order."""
+    net: Any = step.net
+    if not isinstance(net, Adopted):
+        return 0
+    if step.transition is not None:
+        names: Sequence[str] = [net.transitions[step.transition].name]
+    else:
+        assert step.layer is not None
+        names = net.spaces[step.layer].readers
+    return min((order_of_call(net, path) for path in paths_of(net, names)), default=-1)
 
 
 def _model_and_nets(

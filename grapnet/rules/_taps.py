@@ -98,9 +98,9 @@ def tap_of(net: Adopted, space: Space, at: str | None = None, side: Side = "in")
             )
         return tap
     writers = paths_of(net, space.writers)
-    start = min((_order(net, path) for path in writers), default=-1)
+    start = min((order_of_call(net, path) for path in writers), default=-1)
     for tap in reader_taps(net, space):
-        if _order(net, tap.path) > start:
+        if order_of_call(net, tap.path) > start:
             return tap
     for path in writers:
         tap = _tap_at(net, space, path, "out")
@@ -119,7 +119,7 @@ def reader_taps(net: Adopted, space: Space) -> list[Tap]:
         tap = _tap_at(net, space, path, "in")
         if tap is not None:
             taps.append(tap)
-    return sorted(taps, key=lambda tap: _order(net, tap.path))
+    return sorted(taps, key=lambda tap: order_of_call(net, tap.path))
 
 
 def following_tap(net: Adopted, space: Space, path: str) -> Tap | None:
@@ -132,7 +132,7 @@ def following_tap(net: Adopted, space: Space, path: str) -> Tap | None:
     if own is None:
         return None
     for tap in reader_taps(net, space):
-        if _order(net, tap.path) > _order(net, path) and tap.axes == own.axes:
+        if order_of_call(net, tap.path) > order_of_call(net, path) and tap.axes == own.axes:
             return tap
     return own
 
@@ -141,10 +141,10 @@ def called_before(net: Adopted, path: str) -> frozenset[str]:
     """Returns the names of the tensors whose modules are called before a module, or not as modules:
     those that its input may depend on.
     """
-    limit = _order(net, path)
+    limit = order_of_call(net, path)
     found = []
     for name in net._grids():
-        if any(_order(net, holder) < limit for holder in paths_of(net, [name])):
+        if any(order_of_call(net, holder) < limit for holder in paths_of(net, [name])):
             found.append(name)
     return frozenset(found)
 
@@ -172,7 +172,7 @@ def _tap_at(net: Adopted, space: Space, path: str, side: Side) -> Tap | None:
     return None
 
 
-def _order(net: Adopted, path: str) -> int:
+def order_of_call(net: Adopted, path: str) -> int:
     """Returns when a module is called, counted in modules; -1 if it is not."""
     # The modules are there in the order of their calls.
     called = net._typed.inputs

@@ -301,6 +301,28 @@ def test_the_probe_runs_in_evaluation_mode_and_the_optimizer_of_a_plain_model_fo
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ["nodes", "relations"])
+def test_stages_of_an_adopted_model_come_in_the_order_of_the_calls(kind):
+    class Reversed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(16, 4)
+            self.middle = nn.Linear(24, 16)
+            self.first = nn.Linear(8, 24)
+
+        def forward(self, x):
+            return self.last(self.middle(self.first(x).relu()).relu())
+
+    net = gn.adopt(Reversed(), rows()[:2])
+    pruning = gn.prune(net, [rows()], **{kind: 0.5})
+    expected = {
+        "nodes": ["first", "middle"],
+        "relations": ["first.weight", "middle.weight", "last.weight"],
+    }
+    assert [stage.name for stage in pruning.stages] == expected[kind]
+    pruning.undo()
+
+
 class Interrupting(list):
     """Batches that raise when they are run the second time."""
 
