@@ -24,7 +24,7 @@ from grapnet.spaces._typing import CONTRACTED
 
 from ._cells import linear_of, why_not_linear
 from ._gram import GramRecorder
-from ._least_squares import choose_damping, error_of, repaired
+from ._least_squares import DAMPINGS, choose_damping, error_of, repaired
 from ._matrices import Matrix, bias_of, matrix_of, spread_rows
 from ._rule import as_names
 
@@ -178,29 +178,12 @@ class Case:
         missing = None
         if lack is not None:
             missing = lack.products + lack.held
+        cells = {"absent": absent, "frozen": frozen}
         if damping is None:
-            damping = DAMPING
-            held = seen.held_out_gram
-            if held is not None and float(held[-1, -1]) > 0:
-                apart = None
-                if lack is not None:
-                    apart = (lack.products, lack.held)
-                damping = choose_damping(
-                    weights,
-                    seen.gram,
-                    held,
-                    leaving,
-                    absent=absent,
-                    frozen=frozen,
-                    missing=apart,
-                )
-        try:
-            found = repaired(
-                weights, total, leaving, damping, absent=absent, frozen=frozen, missing=missing
-            )
-        except GrapNetError as error:
-            error.add_note(f"raised for {self.name}")
-            raise
+            dampings = self._dampings(weights, leaving, cells)
+        else:
+            dampings = [damping]
+        found, damping = self._repaired(weights, leaving, dampings, missing, cells)
         if lack is not None:
             return found, self._fitted(found - weights, total, lack, damping)
         some = torch.arange(0, len(weights), max(1, len(weights) // MEASURED), device=device)
@@ -214,6 +197,40 @@ class Case:
         if self.is_repeated:
             left = math.nan
         return found, Repaired(self.name, len(weights), damping, lost, left)
+
+    def _repaired(
+        self,
+        weights: Tensor,
+        leaving: Tensor,
+        dampings: Sequence[float],
+        missing: Tensor | None,
+        cells: dict[str, Any],
+    ) -> tuple[Tensor, float]:
+        """Returns the weights for the first damping that is large enough, and this one."""
+        total = self.recorder.total
+        problem = GrapNetError("there is no damping")
+        for damping in dampings:
+            try:
+                found = repaired(weights, total, leaving, damping, missing=missing, **cells)
+                return found, damping
+            except GrapNetError as error:
+                problem = error
+        problem.add_note(f"raised for {self.name}")
+        raise problem
+
+    def _dampings(self, weights: Tensor, leaving: Tensor, cells: dict[str, Any]) -> list[float]:
+        """Returns the damping that rows held out choose, and larger ones: some children choose for
+        all of them, and for another one it can be too small.
+        """
+        least = DAMPING
+        seen = self.recorder
+        held = seen.held_out_gram
+        if held is not None and float(held[-1, -1]) > 0:
+            missing = None
+            if self.lack is not None:
+                missing = (self.lack.products, self.lack.held)
+            least = choose_damping(weights, seen.gram, held, leaving, missing=missing, **cells)
+        return [damping for damping in DAMPINGS if damping >= least]
 
     def _fitted(self, change: Tensor, total: Tensor, lack: Lack, damping: float) -> Repaired:
         """Returns how much of what children lacked a change of their weights brings."""
