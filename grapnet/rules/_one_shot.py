@@ -298,7 +298,9 @@ def _steps_and_skipped(
 
 
 def _call_of(step: _Step) -> int:
-    """Returns when what a stage changes is called first; 0 in a net, whose layers have an order."""
+    """Returns the position of the first call of what a stage changes; 0 in a net, whose layers have
+    an order.
+    """
     net: Any = step.net
     if not isinstance(net, Adopted):
         return 0

@@ -56,7 +56,8 @@ class Repaired(NamedTuple):
 
 @dataclass(eq=False)
 class Lack:
-    """What the children of a reader lack beside those of another model, over the recorded rows.
+    """The difference between what the children of a reader receive in another model and in this
+    one, over the recorded rows.
 
     Attributes:
         products: Σ e [h, 1]ᵀ of what is missing and what is read, [children, columns + 1] float64,
@@ -267,7 +268,8 @@ def repair(
             among them, or relations; other recorders are left out of account.
         damping: how strongly weights are held where they are, as a share of the mean square of the
             columns. By default the one of 1e-6, 1e-5, …, 0.1 with the smallest error on the
-            rows that were held out, or 1e-4 if none were; all rows are solved for then.
+            rows that were held out, or 1e-4 if none were, and a larger one where that is too small
+            for a child; all rows are solved for then.
 
     Returns:
         What was done, one entry for each reader.
